@@ -1,0 +1,70 @@
+"""Energies: how far a value ``h`` is from its prediction ``u``, for one sample of one node.
+
+An energy is any function ``(h, u) -> scalar``. The ones here also say two things about themselves that the core can
+use: their terms before summation over units (so that a precision may differ per unit), and whether they are
+*stationary*, that is, whether both gradients vanish at ``h = u`` (then a node that sits at its prediction costs nothing).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pcx._types import ModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Energy:
+    """A named energy: ``energy(h, u)`` is the sum of its ``terms`` over the units of one sample."""
+
+    name: str
+    terms: Callable[[Array, Array], Array]
+    stationary: bool
+
+    def __call__(self, h: Float[Array, "..."], u: Float[Array, "..."]) -> Float[Array, ""]:
+        return jnp.sum(self.terms(h, u))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _cross_entropy_terms(h: Array, u: Array) -> Array:
+    return -h * jax.nn.log_softmax(u)
+
+
+squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), stationary=True)
+"""``½ Σ (h - u)²``: the Gaussian node of Eq. 1, up to a constant.
+
+>>> float(squared_error(jnp.array([1.0, 2.0]), jnp.array([0.0, 0.0])))
+2.5
+"""
+
+cross_entropy = Energy("cross_entropy", _cross_entropy_terms, stationary=False)
+"""``-Σ h log softmax(u)`` over all units: ``u`` are logits and ``h`` a distribution, such as a one-hot label.
+
+>>> float(cross_entropy(jnp.array([0.0, 1.0]), jnp.array([0.0, 1000.0])))
+0.0
+"""
+
+zero = Energy("zero", lambda h, u: jnp.zeros((), u.dtype), stationary=True)
+"""No energy: a root latent without a prior."""
+
+
+def weighted(energy: Callable[[Array, Array], Array], h: Array, u: Array, precision: Any, name: str) -> Array:
+    """The energy of one sample with a precision in front: a number, or an array with one entry per unit."""
+    if precision is None:
+        return jnp.asarray(energy(h, u))
+    precision = jnp.asarray(precision, u.dtype)
+    if precision.ndim == 0:
+        return precision * energy(h, u)
+    if not isinstance(energy, Energy):
+        raise ModelError(
+            f"the precision of node {name!r} has shape {precision.shape}, but its energy is a function of the user's "
+            "that returns one number; give a scalar precision, or an `Energy` with terms."
+        )
+    if jnp.broadcast_shapes(precision.shape, u.shape) != u.shape:
+        raise ModelError(f"the precision of node {name!r} has shape {precision.shape}, but the node has shape {u.shape}.")
+    return jnp.sum(precision * energy.terms(h, u))

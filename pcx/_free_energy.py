@@ -1,0 +1,367 @@
+"""The one idea: a predictive coding network is a pure function from the values of all nodes to their predictions.
+
+`run` is that function. Given every value, all predictions are independent of each other, so forward initialisation,
+prediction, energies and gradients are all readings of it. Values, inputs and predictions have a leading batch axis.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pcx._energies import cross_entropy, weighted, zero
+from pcx._init import Init, InitFunction, as_init, forward
+from pcx._model import (
+    Binding,
+    Layer,
+    Vode,
+    bind,
+    check_labels,
+    check_overwritten,
+    copy,
+    dependencies,
+    named,
+    refuse_shared,
+    weight_dtype,
+)
+from pcx._types import Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
+
+M = TypeVar("M")
+
+
+def as_inputs(x: Any) -> tuple[Any, ...]:
+    """The inputs of the model: none, several (a tuple), or one."""
+    return () if x is None else x if isinstance(x, tuple) else (x,)
+
+
+def batch_size(x: Any, *given: Mapping[str, Any] | None, batch: int | None = None) -> int:
+    """The common leading axis of inputs and values."""
+    sizes: dict[str, int] = {} if batch is None else {"batch=": batch}
+    named_parts = [(f"input {i}", part) for i, part in enumerate(as_inputs(x))]
+    named_parts += [(f"node {name!r}", part.value if isinstance(part, Observed) else part)
+                    for mapping in given for name, part in (mapping or {}).items()]  # fmt: skip
+    for label, part in named_parts:
+        for leaf in jax.tree.leaves(part):
+            if jnp.ndim(leaf) == 0:
+                raise ModelError(f"{label} is a single number; everything given to the core has a leading batch axis.")
+            sizes[label] = jnp.shape(leaf)[0]
+    if not sizes:
+        raise ModelError("nothing is given that has a batch axis; pass batch=, the number of samples.")
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{label}: {size}" for label, size in sizes.items())
+        raise ModelError(f"the batch sizes differ ({found}); inputs and values need the same leading axis.")
+    return next(iter(sizes.values()))
+
+
+def _rule(given: Any, error: Any, start: InitFunction, key: Key) -> Rule:
+    """What one node does in a run, for one sample: a given value, a given error, or a start from its prediction."""
+    if error is not None:
+        return lambda u: u + error if error.shape == u.shape else error  # another shape is reported by the node
+    if isinstance(given, Observed):
+        return lambda u: jnp.where(given.mask, given.value, start(u, key)) if given.value.shape == u.shape else given.value
+    return (lambda u: start(u, key)) if given is None else (lambda u: given)
+
+
+def _batched(part: Any, batch: int) -> Any:
+    """An observation with a batch axis on its mask too, so that both can be mapped over."""
+    if not isinstance(part, Observed):
+        return jnp.asarray(part)
+    value, mask = jnp.asarray(part.value), jnp.asarray(part.mask, bool)
+    if mask.ndim < value.ndim or mask.shape[:1] != (batch,):
+        mask = jnp.broadcast_to(mask, (batch, *jnp.broadcast_shapes(mask.shape, value.shape[1:])))
+    return Observed(value, mask)
+
+
+def run(
+    model: Any,
+    values: Observations,
+    x: Any = None,
+    *,
+    errors: Observations | None = None,
+    key: Key = None,
+    training: bool = False,
+    batch: int | None = None,
+) -> Run:
+    """Execute the model with some nodes given, and return what all nodes saw.
+
+    A node in ``values`` has that value; a node in ``errors`` has its prediction plus that error; a node in neither has
+    its prediction. So ``run(model, {}, x)`` is the forward pass, and with all values given it is prediction: all
+    ``u_l = f_l(h_parents)`` at once. ``x`` is one input, a tuple of several, or None.
+    """
+    return execute(model, values, x, errors or {}, {}, key, training, batch)[0]
+
+
+def execute(
+    model: Any,
+    values: Observations,
+    x: Any,
+    errors: Observations,
+    starts: Mapping[str, InitFunction],
+    key: Key,
+    training: bool,
+    batch: int | None,
+) -> tuple[Run, frozenset[str]]:
+    """`run`, with rules for nodes that start by themselves; also says which nodes are roots."""
+    refuse_shared(model)
+    both = sorted(set(values) & set(errors))
+    if both:
+        raise ModelError(f"node {both[0]!r} is given a value and an error; give one of them.")
+    for name, vode in named(model, Vode).items():
+        if name in errors and vode.energy_function is cross_entropy:
+            raise ModelError(f"node {name!r} has cross-entropy, where h - u is no error; give it a value.")
+    n = batch_size(x, values, errors, batch=batch)
+    dtype = weight_dtype(model)
+    inputs = jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a,
+                          jax.tree.map(jnp.asarray, as_inputs(x)))  # fmt: skip
+    keys = None if key is None else jax.random.split(key, n)
+    given = {name: _batched(part, n) for name, part in values.items()}
+    wrong = {name: jnp.asarray(part) for name, part in errors.items()}
+    roots: set[str] = set()
+
+    def one(given: Any, wrong: Any, inputs: tuple[Any, ...], key: Key) -> Any:
+        rules = {
+            name: _rule(given.get(name), wrong.get(name), starts.get(name, forward), _node_key(key, i))
+            for i, name in enumerate({**starts, **given, **wrong})
+        }
+        bound, binding = bind(model, rules, training, key)
+        output = _call(bound, binding, inputs)
+        unseen = [name for name in [*given, *wrong] if name not in binding.visits]
+        if unseen:
+            raise ModelError(f"node {unseen[0]!r} is given a value, but the model never calls it.")
+        check_overwritten(binding, model, inputs)
+        roots.update(name for name, visit in binding.visits.items() if visit.root)
+        seen = binding.visits.items()
+        arrays = eqx.filter(output, eqx.is_array)
+        return (Nodes({k: v.value for k, v in seen}), Nodes({k: v.prediction for k, v in seen}), arrays), binding.state
+
+    mapped = jax.vmap(one, in_axes=0, out_axes=(0, None), axis_name="batch", axis_size=n)
+    (run_values, predictions, output), state = mapped(given, wrong, inputs, keys)
+    return Run(run_values, predictions, output, state), frozenset(roots)
+
+
+def _node_key(key: Key, index: int) -> Key:
+    return None if key is None else jax.random.fold_in(key, index)
+
+
+def _call(bound: Any, binding: Binding, inputs: tuple[Any, ...]) -> Any:
+    try:
+        return bound(*inputs)
+    except ModelError:
+        raise
+    except (TypeError, ValueError) as error:
+        shapes = ", ".join(str(tuple(jnp.shape(leaf))) for leaf in jax.tree.leaves(inputs)) or "nothing"
+        after = f"after node {next(reversed(binding.visits))!r}" if binding.visits else "before its first node"
+        raise ModelError(
+            f"{type(bound).__name__} failed {after}, on one sample with input of shape {shapes}: {error} "
+            "(A model is written for one sample; inputs x have a batch axis in front of what it expects.)"
+        ) from error
+
+
+def observe(model: Any, observed: Observations | None, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Observations in the form of values: known names, integer labels as one-hot, the weights' dtype, checked shapes."""
+    dtype, result = weight_dtype(model), {}
+    for name, part in (observed or {}).items():
+        if name not in shapes:
+            raise ModelError(f"the model has no node {name!r}; near: {near(name, shapes)}.")
+        shape = tuple(shapes[name].shape)
+        value = jnp.asarray(part.value if isinstance(part, Observed) else part)
+        if jnp.issubdtype(value.dtype, jnp.integer) and value.ndim == 1 and len(shape) == 2:
+            check_labels(value, shape[1], f"node {name!r}")
+            value = jax.nn.one_hot(value, shape[1], dtype=dtype)
+        if value.shape != shape:
+            raise ModelError(
+                f"node {name!r} takes values of shape {shape} (batch first) but was given {value.shape}"
+                + (f", or {shape[:1]} integer labels." if len(shape) == 2 else ".")
+            )
+        value = value.astype(dtype)
+        result[name] = Observed(value, part.mask) if isinstance(part, Observed) else value
+    return result
+
+
+def initialise(
+    model: Any,
+    x: Any = None,
+    observed: Observations | None = None,
+    *,
+    init: Init | Mapping[str, Init] | None = None,
+    key: Key = None,
+    training: bool = False,
+    batch: int | None = None,
+) -> Nodes[Float[Array, "batch ..."]]:
+    """Give every node its first value, parents first; observed nodes (and parts) are bound before.
+
+    ``init`` is one rule for all nodes or a mapping from names to rules; a node that is not named follows its own
+    ``Vode(init=…)``, and without one starts at its prediction.
+    """
+    return begin(model, x, observed, init, key, training, batch)[0].values
+
+
+def begin(
+    model: Any,
+    x: Any,
+    observed: Observations | None,
+    init: Init | Mapping[str, Init] | None,
+    key: Key,
+    training: bool,
+    batch: int | None,
+) -> tuple[Run, frozenset[str]]:
+    """The run that initialises all nodes, and which of them are roots."""
+    n = batch_size(x, observed, batch=batch)
+    shapes = jax.eval_shape(lambda: run(model, {}, x, key=key, training=training, batch=n).predictions)
+    starts = {name: function for name, function in start_rules(model, init).items() if function is not forward}
+    return execute(model, observe(model, observed, shapes), x, {}, starts, key, training, n)
+
+
+def start_rules(model: Any, init: Init | Mapping[str, Init] | None) -> dict[str, InitFunction]:
+    """For every node the function that starts it."""
+    nodes = named(model, Vode)
+    for name in init if isinstance(init, Mapping) else ():
+        if name not in nodes:
+            raise ModelError(f"the model has no node {name!r} to initialise; near: {near(name, nodes)}.")
+    chosen = {name: init.get(name) if isinstance(init, Mapping) else init for name in nodes}
+    return {name: as_init(vode.init if chosen[name] is None else chosen[name]) for name, vode in nodes.items()}
+
+
+class Factor(NamedTuple):
+    """One term of the free energy: an energy function and its precision."""
+
+    energy: Callable[[Array, Array], Array]
+    precision: Any
+
+
+class Objective(NamedTuple):
+    """Which energy each node has and how much it weighs: the model's own, with the caller's replacements on top."""
+
+    energy: Mapping[str, Callable[[Array, Array], Array]] = {}
+    precision: Mapping[str, Any] = {}
+
+    def factors(self, model: Any, names: Iterable[str], roots: frozenset[str], step: Any) -> dict[str, Factor]:
+        """The factors of the free energy that belong to these nodes, at this step of inference."""
+        nodes, result = named(model, Vode), {}
+        for name in names:
+            own = zero if name in roots and nodes[name].mean is None else nodes[name].energy_function
+            precision = self.precision.get(name)
+            result[name] = Factor(self.energy.get(name, own), precision(step) if callable(precision) else precision)
+        return result
+
+
+def factor_energies(
+    factors: Mapping[str, Factor],
+    values: Mapping[str, Array],
+    predictions: Mapping[str, Array],
+) -> Nodes[Float[Array, " batch"]]:
+    """The energy of every factor (node, prediction, energy with its precision), one number per sample."""
+    result = {}
+    for name, (energy, precision) in factors.items():
+        one = functools.partial(weighted, energy, precision=precision, name=name)
+        result[name] = jax.vmap(one)(values[name], predictions[name])
+        if result[name].ndim != 1:
+            raise ModelError(f"the energy of node {name!r} has shape {result[name].shape[1:]} per sample; return one number.")
+    return Nodes(result)
+
+
+def energies(
+    model: Any,
+    values: Observations,
+    x: Any = None,
+    *,
+    errors: Observations | None = None,
+    energy: Mapping[str, Callable[[Array, Array], Array]] | None = None,
+    precision: Mapping[str, Any] | None = None,
+    step: Any = 0,
+    key: Key = None,
+    training: bool = False,
+    batch: int | None = None,
+) -> Nodes[Float[Array, " batch"]]:
+    """The energy of every node and sample: ``E_l = π_l · energy_l(h_l, u_l)``, by default ``½‖h_l - u_l‖²``.
+
+    ``energy`` replaces the energy function of named nodes; ``precision`` multiplies it: a number, an array with one entry
+    per unit, or a function of the inference step.
+    """
+    objective = make_objective(model, energy, precision)
+    done, roots = execute(model, values, x, errors or {}, {}, key, training, batch)
+    return factor_energies(objective.factors(model, done.values, roots, step), done.values, done.predictions)
+
+
+def free_energy(model: Any, values: Observations, x: Any = None, **options: Any) -> Float[Array, " batch"]:
+    """The variational free energy of every sample (Eq. 1, without its constant): the sum of `energies` over nodes.
+
+    Takes the options of `energies`. Values descend its sum over the batch, weights its mean.
+    """
+    return sum(energies(model, values, x, **options).values())  # type: ignore[return-value]
+
+
+def make_objective(model: Any, energy: Mapping[str, Any] | None, precision: Mapping[str, Any] | None) -> Objective:
+    nodes = named(model, Vode)
+    for name in [*(energy or {}), *(precision or {})]:
+        if name not in nodes:
+            raise ModelError(f"the model has no node {name!r} to give an energy or a precision; near: {near(name, nodes)}.")
+    return Objective(energy or {}, precision or {})
+
+
+class Graph(NamedTuple):
+    """Who predicts whom: for every node, in the order of calls, the nodes that its prediction reads."""
+
+    parents: Nodes[frozenset[str]]
+    shapes: Nodes[tuple[int, ...]]
+    energies: Nodes[str]
+
+    @property
+    def sinks(self) -> list[str]:
+        """The nodes that no other node reads."""
+        read = frozenset[str]().union(*self.parents.values())
+        return [name for name in self.parents if name not in read]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.parents), default=4)
+        rows = [
+            f"{name:<{width}}  {'x'.join(map(str, self.shapes[name])) or '1':<12} {self.energies[name]:<14} "
+            + (f"<- {', '.join(n for n in self.parents if n in its)}" if its else "<- input")
+            for name, its in self.parents.items()
+        ]
+        return "\n".join(rows)
+
+
+def graph(model: Any, x: Any = None) -> Graph:
+    """The graph of a model, recovered from its program. Print it, or see `pcx.draw`."""
+    refuse_shared(model)
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.result_type(a)), as_inputs(x))
+    parents = dependencies(model, first)
+    count = batch_size(x) if as_inputs(x) else 1
+    done = jax.eval_shape(lambda: run(model, {}, x, batch=count))
+    nodes = named(model, Vode)
+    labels = {name: getattr(nodes[name].energy_function, "__name__", str(nodes[name].energy_function)) for name in parents}
+    return Graph(parents, Nodes({n: tuple(u.shape[1:]) for n, u in done.predictions.items()}), Nodes(labels))
+
+
+def output_node(model: Any, x: Any = None) -> str:
+    """The name of the node that gets the label or the data: the one that no other node reads."""
+    sinks = graph(model, x).sinks
+    if len(sinks) != 1:
+        raise ModelError(f"the model has {len(sinks)} nodes that no other node reads ({', '.join(sinks)}); name the one you mean.")
+    return sinks[0]
+
+
+def freeze_state(model: M, state: Mapping[str, Mapping[str, Any]]) -> M:
+    """A copy of the model whose layers use the batch statistics of this run as constants."""
+    return _with_state(model, state, keep_batch=True)
+
+
+def update_state(model: M, state: Mapping[str, Mapping[str, Any]]) -> M:
+    """A copy of the model with the running statistics of this run."""
+    return _with_state(model, state, keep_batch=False)
+
+
+def _with_state(model: M, state: Mapping[str, Mapping[str, Any]], keep_batch: bool) -> M:
+    if not state:
+        return model
+    model = copy(model)
+    for name, layer in named(model, Layer).items():
+        for field, value in state.get(name, {}).items():
+            if keep_batch or not field.startswith("batch_"):
+                setattr(layer, field, value)
+    return model

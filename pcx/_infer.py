@@ -1,0 +1,261 @@
+"""Inference: the values descend the free energy while the weights and the observed nodes stand still.
+
+One call serves every use; only what is observed differs: input and label (training a classifier), data at the last
+node (a generative model), part of a node (recall), nothing (sampling), the input alone (prediction).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from pcx._energies import Energy
+from pcx._free_energy import (
+    Objective,
+    batch_size,
+    begin,
+    execute,
+    factor_energies,
+    freeze_state,
+    make_objective,
+    observe,
+    start_rules,
+)
+from pcx._init import Init, forward
+from pcx._plan import Program, ZeroAware, per_node, waves
+from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts
+
+Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
+
+
+def record_energies(step: Any, values: Nodes[Array], energies: Nodes[Array]) -> Nodes[Array]:
+    """For ``infer(record=…)``: keep the energy of every node and sample at every step."""
+    return energies
+
+
+def infer(
+    model: Any,
+    x: Any = None,
+    observed: Observations | None = None,
+    *,
+    optimiser: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
+    steps: int,
+    tolerance: float | None = None,
+    init: Init | Mapping[str, Init] | None = None,
+    values: Mapping[str, Array] | None = None,
+    optimiser_state: Any = None,
+    energy: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
+    record: Record | None = None,
+    key: Key = None,
+    training: bool = False,
+    batch: int | None = None,
+    shortcuts: Shortcuts = ALL_SHORTCUTS,
+    unroll: bool = False,
+) -> Inferred:
+    """Settle the values: ``steps`` updates of ``h ← h - γ ∂E/∂h`` by any optax optimiser.
+
+    Arguments:
+        observed: ``{name: array}`` fixes a node, ``{name: Observed(value, mask)}`` part of one, before the start and after
+            every update; ``{name: function}`` fixes a last node to a function of its forward prediction. The gradient is that of the sum over the batch, so every sample moves as if it were alone.
+        optimiser: one for all free nodes, or a mapping with one per node.
+        tolerance: stop a sample when its gradient norm is at most this fraction of its first; ``steps`` is then the limit.
+        init, values: how nodes start (`initialise`), or their values at the start.
+        optimiser_state: from an earlier `Inferred`, to go on with it; by default it starts afresh.
+        energy, precision: see `energies`.
+        record: a function ``(step, values, energies) -> tree``, called before the first step and after each.
+        shortcuts: which exact shortcuts may be taken. ``unroll``: write all steps out instead of scanning.
+    """
+    if steps < 0:
+        raise ModelError(f"steps is {steps}; inference takes zero or more steps.")
+    objective = make_objective(model, energy, precision)
+    given = {name: part for name, part in (observed or {}).items() if not callable(part)}
+    batch = batch_size(x, given, values, batch=batch)
+    start, roots = begin(model, x, given, init, key, training, batch)
+    fixed = observe(model, given, start.values)
+    if values is not None:
+        start, roots = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
+    for name in (observed or {}).keys() - given.keys():
+        target = {name: observed[name](start.predictions[name])}  # type: ignore[index]
+        fixed |= observe(model, target, start.values)
+        start = start._replace(values=start.values | fixed)
+    frozen = freeze_state(model, start.state)
+    task = _Task(frozen, x, key, training, batch, objective, roots, start, fixed, shortcuts)
+    chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
+    at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward} - set(fixed)
+    return task.solve(
+        chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction
+    )
+
+
+class _Task:
+    """One inference problem: a frozen model, where it starts, what is fixed, and the gradient of its energy."""
+
+    def __init__(
+        self,
+        model: Any,
+        x: Any,
+        key: Key,
+        training: bool,
+        batch: int,
+        objective: Objective,
+        roots: frozenset[str],
+        start: Run,
+        fixed: Mapping[str, Any],
+        shortcuts: Shortcuts,
+    ):
+        self.model, self.objective, self.roots, self.start, self.batch = model, objective, roots, start, batch
+        self.context = {"x": x, "key": key, "training": training}
+        self.fixed = fixed
+        self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
+        self.shortcuts = shortcuts
+        factors = objective.factors(model, start.values, roots, 0)
+        self.energies = {name: factor.energy for name, factor in factors.items()}
+        self.factors = [n for n, f in self.energies.items() if not (isinstance(f, Energy) and f.name == "zero")]
+        self.program: Program | None = None
+        self.stacks: Any = None
+        self.constants: Nodes[Array] = Nodes()
+        if any(shortcuts):
+            self.program = Program(model, start.values, x, key, training)
+            self.stacks = self.program.stacked_weights() if shortcuts.stack else None
+            settled = [n for n, its in self.program.parents.items() if not its & set(self.free)]
+            self.constants = start.predictions.only(settled if shortcuts.constant else ())
+
+    def predictions(self, values: Nodes[Array], names: list[str]) -> Nodes[Array]:
+        if self.program is None:
+            done = execute(self.model, values, self.context["x"], {}, {}, self.context["key"], self.context["training"], self.batch)
+            return done[0].predictions
+        moving = [name for name in names if name not in self.constants]
+        return self.program.predict(values, moving, stacks=self.stacks) | self.constants.only(names)
+
+    def energy_of(self, values: Nodes[Array], step: Any, names: list[str]) -> Nodes[Float[Array, " batch"]]:
+        factors = self.objective.factors(self.model, names, self.roots, step)
+        return factor_energies(factors, values, self.predictions(values, names))
+
+    def gradient(self, values: Nodes[Array], step: Any, active: list[str], targets: list[str]) -> Nodes[Array]:
+        """The gradient of the active energies, summed over nodes and batch, for the target nodes."""
+
+        def total(moving: Nodes[Array]) -> Array:
+            parts = self.energy_of(values | moving, step, active)
+            return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), jnp.result_type(*values.values())))
+
+        gradients = jax.grad(total)(values.only(targets))
+        return Nodes({name: self.unmasked(name, g, jnp.zeros_like(g)) for name, g in gradients.items()})
+
+    def unmasked(self, name: str, free: Array, fixed: Array) -> Array:
+        part = self.fixed.get(name)
+        return jnp.where(part.mask, fixed, free) if isinstance(part, Observed) else free
+
+    def moved(self, values: Nodes[Array], updates: Mapping[str, Array]) -> Nodes[Array]:
+        """The values after an update, with the observed parts imposed again."""
+        new = {name: optax.apply_updates(values[name], update) for name, update in updates.items()}
+        return values | {name: self.unmasked(name, v, values[name]) for name, v in new.items()}
+
+    def solve(
+        self,
+        optimiser: optax.GradientTransformation,
+        steps: int,
+        tolerance: float | None,
+        state: Any,
+        record: Record | None,
+        unroll: bool,
+        at_prediction: set[str],
+    ) -> Inferred:
+        values, free = self.start.values, self.start.values.only(self.free)
+        lazy = ZeroAware(optimiser, free)
+        note = (lambda step, values: None) if record is None else lambda s, v: record(s, v, self.energy_of(v, s, self.factors))
+        if tolerance is not None:
+            state = optimiser.init(free) if state is None else state
+            return self.solve_to_tolerance(optimiser, steps, tolerance, values, state, None if record is None else note)
+        history = [note(0, values)]
+        active, targets, done = self.factors, self.free, 0
+        if state is None and self.shortcuts.wave and self.program is not None:
+            quiet = {n for n in at_prediction if getattr(self.energies[n], "stationary", False)}
+            plan = list(waves(self.program.parents, self.free, self.factors, set(self.factors) - quiet))
+            if lazy.keeps_zeros([reached for _, reached in plan[:steps]]):
+                zeros = lazy.init()
+                for active, targets in plan[: min(len(plan) - 1, steps)]:
+                    gradients = self.gradient(values, done, active, targets)
+                    updates, zeros = lazy.update(gradients, zeros, values.only(self.free))
+                    values = self.moved(values, {n: updates[n] for n in targets})
+                    done += 1
+                    history.append(note(done, values))
+                state = lazy.full_state(zeros)
+                active, targets = plan[min(done, len(plan) - 1)]
+        state = optimiser.init(free) if state is None else state
+
+        def body(carry: Any, step: Any) -> Any:
+            values, state = carry
+            gradients = self.gradient(values, step, active, targets)
+            rest = {name: jnp.zeros_like(values[name]) for name in self.free if name not in gradients}
+            everything = Nodes({name: (gradients | rest)[name] for name in self.free})
+            updates, state = optimiser.update(everything, state, values.only(self.free))
+            values = self.moved(values, updates)
+            return (values, state), note(step + 1, values)
+
+        carry = (values, state)
+        if unroll:
+            for step in range(done, steps):
+                carry, noted = body(carry, step)
+                history.append(noted)
+            trace = _stack(history)
+        else:
+            rest = None
+            if steps > done:
+                carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
+            trace = _join(_stack(history), rest)
+        values, state = carry
+        return Inferred(
+            values, self.start, state, jnp.full((self.batch,), steps, jnp.int32), history=trace, reached=frozenset(active)
+        )
+
+    def solve_to_tolerance(
+        self,
+        optimiser: optax.GradientTransformation,
+        steps: int,
+        tolerance: float,
+        values: Nodes[Array],
+        state: Any,
+        note: Callable[[Any, Nodes[Array]], Any] | None,
+    ) -> Inferred:
+        """Every sample stops by itself; the loop ends with the last one."""
+
+        def norm(gradients: Nodes[Array]) -> Array:
+            return jnp.sqrt(sum(jnp.sum(jnp.square(g.reshape(self.batch, -1)), axis=1) for g in gradients.values()))  # type: ignore[arg-type]
+
+        def mask(going: Array, new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(going.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, old)
+
+        def body(carry: Any) -> Any:
+            values, state, gradients, going, count, step, _ = carry
+            gradients = mask(going, gradients, jax.tree.map(jnp.zeros_like, gradients))
+            updates, state = optimiser.update(gradients, state, values.only(self.free))
+            values = mask(going, self.moved(values, updates), values)
+            gradients = self.gradient(values, step + 1, self.factors, self.free)
+            now = norm(gradients)
+            return values, state, gradients, going & (now > tolerance * first), count + going, step + 1, now
+
+        gradients = self.gradient(values, 0, self.factors, self.free)
+        first = norm(gradients)
+        going = first > tolerance * first
+        carry = (values, state, gradients, going, jnp.zeros((self.batch,), jnp.int32), jnp.zeros((), jnp.int32), first)
+        trace = None
+        if note is None:
+            carry = jax.lax.while_loop(lambda carry: jnp.any(carry[3]) & (carry[5] < steps), body, carry)
+        else:
+            trace = _stack([note(0, values)])
+            carry, rest = jax.lax.scan(lambda c, _: (new := body(c), note(new[5], new[0])), carry, length=steps)
+            trace = _join(trace, rest)
+        values, state, _, _, count, _, last = carry
+        return Inferred(values, self.start, state, count, first, last, trace, frozenset(self.factors))
+
+
+def _stack(items: list[Any]) -> Any:
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *items)
+
+
+def _join(first: Any, rest: Any) -> Any:
+    return first if rest is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, rest)

@@ -1,0 +1,120 @@
+"""Learning: each weight moves by the local error of the node it predicts.
+
+``∂E/∂θ = Σ_nodes (∂E/∂u)(∂u/∂θ)``. The first factor (`deltas`) is an array per node, the second a pull-back of the
+predictions, each of which reads its parents' values and nothing further: there is no pass through the network.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from pcx._free_energy import batch_size, execute, factor_energies, make_objective, update_state
+from pcx._infer import infer
+from pcx._model import Vode, named, partition
+from pcx._plan import Program
+from pcx._types import Key, ModelError, Nodes, Trained, near
+
+M = TypeVar("M")
+
+
+def deltas(
+    model: Any,
+    values: Mapping[str, Array],
+    predictions: Mapping[str, Array],
+    *,
+    energy: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
+    step: Any = 0,
+) -> Nodes[Array]:
+    """``∂E/∂u`` for the nodes in ``predictions``: minus the error, for squared error."""
+    factors = make_objective(model, energy, precision).factors(model, predictions, frozenset(), step)
+
+    def total(predictions: Nodes[Array]) -> Array:
+        parts = factor_energies(factors, values, predictions)
+        return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros(()))
+
+    return jax.grad(total)(Nodes(predictions))
+
+
+def weight_gradient(
+    model: M,
+    delta: Mapping[str, Array] | Callable[[Nodes[Array]], Mapping[str, Array]],
+    values: Mapping[str, Array],
+    x: Any = None,
+    *,
+    names: Iterable[str] | None = None,
+    key: Key = None,
+    training: bool = False,
+) -> M:
+    """The gradient of the batch mean for every weight, given ``delta = ∂E/∂u`` per node, at ``values``.
+
+    ``delta`` may be a function of the predictions at these values; then they are computed once, not twice. Nodes that
+    are not in ``delta`` (with a function: not in ``names``) contribute nothing and cost nothing. The result has the
+    model's structure, with None where there is no weight. BatchNorm is differentiated with its batch statistics.
+    """
+    n = batch_size(x, values)
+    nodes = named(model, Vode)
+    wanted = list(delta) if isinstance(delta, Mapping) else list(values if names is None else names)
+    for name in wanted:
+        if name not in nodes:
+            raise ModelError(f"the model has no node {name!r}; near: {near(name, nodes)}.")
+    weights, rest = partition(model)
+    full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n)[0].values
+    program = Program(model, full, x, key, training)
+
+    def predictions(weights: M) -> Nodes[Array]:
+        arrays = eqx.filter(eqx.combine(weights, rest), eqx.is_array)
+        return program.predict(full, [name for name in program.outputs if name in set(wanted)], arrays)
+
+    u, pull = jax.vjp(predictions, weights)
+    given = delta if isinstance(delta, Mapping) else delta(u)
+    return pull(Nodes({name: (jnp.asarray(given[name]) / n).astype(u[name].dtype) for name in u}))[0]
+
+
+def apply_gradient(
+    model: M, gradient: M, optimiser: optax.GradientTransformation, state: Any
+) -> tuple[M, Any]:
+    """One update of the weights by an optax optimiser."""
+    weights, rest = partition(model)
+    updates, state = optimiser.update(gradient, state, weights)
+    return eqx.combine(eqx.apply_updates(weights, updates), rest), state
+
+
+def train_step(
+    model: M,
+    x: Any,
+    observed: Mapping[str, Any],
+    *,
+    state_optimiser: Any,
+    weight_optimiser: optax.GradientTransformation,
+    weight_state: Any,
+    steps: int,
+    weight_scale: Any = 1.0,
+    **options: Any,
+) -> Trained:
+    """Settle the values, then move the weights once: predictive coding on one batch.
+
+    ``weight_state`` comes from ``weight_optimiser.init(pcx.weights(model))``. ``weight_scale`` multiplies the gradient
+    before the optimiser (nudging: 1/β). The other options are those of `infer`.
+    """
+    inferred = infer(model, x, observed, optimiser=state_optimiser, steps=steps, **options)
+    objective = {name: options.get(name) for name in ("energy", "precision")}
+    learned: dict[str, Nodes[Array]] = {}
+
+    def delta(u: Nodes[Array]) -> Nodes[Array]:
+        factors = make_objective(model, **objective).factors(model, u, frozenset(), steps)
+        learned["energies"] = factor_energies(factors, inferred.values, u)
+        return deltas(model, inferred.values, u, step=steps, **objective)
+
+    context = {name: options[name] for name in ("key", "training") if name in options}
+    gradient = weight_gradient(model, delta, inferred.values, x, names=inferred.reached, **context)
+    gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
+    trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
+    none = jnp.zeros_like(next(iter(learned["energies"].values())))
+    energies = Nodes({name: learned["energies"].get(name, none) for name in inferred.values})
+    return Trained(update_state(trained, inferred.forward.state), weight_state, inferred, energies)

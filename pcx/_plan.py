@@ -1,0 +1,222 @@
+"""Exact shortcuts: the same numbers with less work.
+
+* **Slices.** The program of a model is cut into one piece per node (`Program`), so that a step computes only the
+  predictions whose energies can change.
+* **Wave front** (`waves`). After a forward start only observed nodes have an error. At step t it has travelled t edges;
+  every node further away has gradient zero, if the optimiser maps a zero gradient to a zero update (`ZeroAware` finds out).
+* **Equal neighbours stacked.** Nodes whose pieces are the same program on arrays of the same shapes, with dense
+  products and no convolution, are evaluated as one batched product.
+
+Each is refused where its conditions do not hold; `docs/design/core.md` derives them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jaxtyping import Array
+
+from pcx._free_energy import run
+from pcx._jaxpr import ZERO, NotZero, cut, evaluate, free_variables, has_nan, materialise, propagate_zeros, reach
+from pcx._types import Key, ModelError, Nodes
+
+SMALLEST_STACK = 3
+
+
+class Program:
+    """All predictions of a model as one program, cut into a piece per node.
+
+    ``parents`` says which nodes each prediction reads. ``predict`` evaluates chosen pieces only.
+    """
+
+    def __init__(self, model: Any, values: Nodes[Array], x: Any = None, key: Key = None, training: bool = False):
+        self.arrays, static = eqx.partition(model, eqx.is_array)
+        self.given = (x, key)
+
+        def predictions(values: Nodes[Array], arrays: Any, given: Any) -> Nodes[Array]:
+            x, key = given
+            batch = jax.tree.leaves(values)[0].shape[0]
+            return run(eqx.combine(arrays, static), values, x, key=key, training=training, batch=batch).predictions
+
+        self.closed = jax.make_jaxpr(predictions)(values, self.arrays, self.given)
+        self.jaxpr: Jaxpr = self.closed.jaxpr
+        self.outputs = dict(zip(values, self.jaxpr.outvars, strict=True))
+        self.inputs = dict(zip(values, self.jaxpr.invars, strict=False))
+        rest = len(self.jaxpr.invars) - len(values)
+        labels = [frozenset([name]) for name in values] + [frozenset[str]()] * rest
+        self.parents = dict(zip(values, reach(self.jaxpr, labels), strict=True))
+        self.pieces = {name: cut(self.jaxpr, [var]) for name, var in self.outputs.items()}
+        self.free_variables = {name: free_variables(piece, [self.outputs[name]]) for name, piece in self.pieces.items()}
+        self.groups = self._equal_pieces()
+
+    def _equal_pieces(self) -> list[list[str]]:
+        groups: dict[Any, list[str]] = {}
+        for name, piece in self.pieces.items():
+            text = _signature(piece, self.free_variables[name], self.outputs[name])
+            if "dot_general" in text and "conv_general_dilated" not in text:
+                groups.setdefault(text, []).append(name)
+        return [group for group in groups.values() if len(group) >= SMALLEST_STACK]
+
+    def _known(self, values: Mapping[str, Array], arrays: Any) -> dict[Any, Any]:
+        leaves = jax.tree.leaves((self.arrays if arrays is None else arrays, self.given))
+        known = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
+        known |= dict(zip(self.jaxpr.invars[len(self.inputs) :], leaves, strict=True))
+        return known | {self.inputs[name]: value for name, value in values.items()}
+
+    def stacked_weights(self) -> list[list[Array | None]]:
+        """For every group, and every free variable of its pieces: the members' arrays stacked, where they are the model's."""
+        known = self._known({}, None)
+        return [
+            [
+                jnp.stack([known[v] for v in column]) if all(v in known for v in column) and len(set(column)) > 1 else None
+                for column in zip(*(self.free_variables[name] for name in group), strict=True)
+            ]
+            for group in self.groups
+        ]
+
+    def predict(
+        self,
+        values: Mapping[str, Array],
+        names: Iterable[str],
+        arrays: Any = None,
+        stacks: Sequence[Sequence[Array | None]] | None = None,
+    ) -> Nodes[Array]:
+        """The predictions of the named nodes. ``stacks`` (from `stacked_weights`) switches stacking on."""
+        known, wanted, done = self._known(values, arrays), list(names), {}
+        for group, weights in zip(self.groups, stacks or (), strict=False):
+            members = [name for name in group if name in wanted]
+            if len(members) >= SMALLEST_STACK:
+                done |= self._predict_stacked(known, group, members, weights)
+        lone = [name for name in wanted if name not in done]
+        outputs = [self.outputs[name] for name in lone]
+        done |= zip(lone, evaluate(self.jaxpr, cut(self.jaxpr, outputs), known, outputs), strict=True)
+        return Nodes({name: done[name] for name in wanted})
+
+    def _predict_stacked(
+        self, known: dict[Any, Any], group: list[str], members: list[str], weights: Sequence[Array | None]
+    ) -> dict[str, Array]:
+        first = members[0]
+        rows = [group.index(name) for name in members]
+        pick = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else jnp.array(rows)
+        columns = list(zip(*(self.free_variables[name] for name in members), strict=True))
+        shared = [len(set(column)) == 1 for column in columns]
+        operands = [
+            known[column[0]] if same else stack[pick] if stack is not None else jnp.stack([known[v] for v in column])
+            for column, same, stack in zip(columns, shared, weights, strict=True)
+        ]
+
+        def one(*operands: Array) -> Array:
+            own = dict(zip(self.free_variables[first], operands, strict=True))
+            return evaluate(self.jaxpr, self.pieces[first], own, [self.outputs[first]])[0]
+
+        result = jax.vmap(one, in_axes=tuple(None if same else 0 for same in shared))(*operands)
+        return {name: result[i] for i, name in enumerate(members)}
+
+
+def _signature(piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:
+    """A text that is equal for two pieces exactly if they are the same program on inputs of the same shapes."""
+    number = {var: f"v{i}:{var.aval}" for i, var in enumerate(free)}
+
+    def text(atom: Any) -> str:
+        if isinstance(atom, Literal):
+            return f"{atom.val!r}:{atom.aval}"
+        return number.setdefault(atom, f"v{len(number)}:{atom.aval}")
+
+    def parameter(value: Any) -> str:
+        if isinstance(value, ClosedJaxpr):
+            return f"{value.jaxpr}{[id(const) for const in value.consts]}"
+        return getattr(value, "__name__", type(value).__name__) if callable(value) else str(value)
+
+    lines = []
+    for eqn in piece:
+        parameters = {name: parameter(value) for name, value in sorted(eqn.params.items())}
+        lines.append(f"{eqn.primitive.name}{parameters}({[*map(text, eqn.invars)]})->{[*map(text, eqn.outvars)]}")
+    return "\n".join([*map(text, free), *lines, text(output)])
+
+
+def waves(
+    parents: Mapping[str, frozenset[str]], free: Iterable[str], factors: Iterable[str], start: Iterable[str]
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Step by step: the nodes whose energy may be off its minimum, and the free nodes whose gradient may be non-zero.
+
+    Ends with the step after which nothing new is reached; all later steps are like that one.
+    """
+    free, factors, start = list(free), set(factors), set(start)
+    active, moved = factors & start, set[str]()
+    while True:
+        reached = active.union(*(parents[name] for name in active))
+        targets = [name for name in free if name in reached]
+        yield [name for name in parents if name in active], targets
+        after = moved.union(targets)
+        grown = factors & (start | {name for name in parents if name in after or parents[name] & after})
+        if grown == active and after == moved:
+            return
+        active, moved = grown, after
+
+
+class ZeroAware:
+    """A state optimiser whose updates skip what is exactly zero.
+
+    Gradients and state that are ZERO stay so as long as the optimiser's own program says that they do; its scalars
+    (such as Adam's step count) advance as always. Nothing is assumed about which optimiser it is.
+    """
+
+    def __init__(self, optimiser: optax.GradientTransformation, values: Nodes[Array]):
+        self.optimiser, self.values = optimiser, values
+        self.start = jax.make_jaxpr(optimiser.init)(values)
+        self.state_shape = jax.eval_shape(optimiser.init, values)
+        self.program = jax.make_jaxpr(optimiser.update)(values, self.state_shape, values)
+        if has_nan(self.program):
+            raise ModelError("the state optimiser multiplies by NaN; check its learning rate and momentum.")
+
+    def init(self) -> list[Any]:
+        return propagate_zeros(self.start, jax.tree.leaves(self.values))
+
+    def update(self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]) -> tuple[dict[str, Any], list[Any]]:
+        arguments = [gradients.get(name, ZERO) for name in values]
+        results = propagate_zeros(self.program, [*arguments, *state, *values.values()])
+        return dict(zip(values, results, strict=False)), results[len(values) :]
+
+    def full_state(self, state: list[Any]) -> Any:
+        leaves, structure = jax.tree.flatten(self.state_shape)
+        return jax.tree.unflatten(structure, [materialise(s, aval) for s, aval in zip(state, leaves, strict=True)])
+
+    def keeps_zeros(self, patterns: Sequence[Sequence[str]]) -> bool:
+        """Whether a node that no gradient has reached is not moved, for these sets of reached nodes, one per step."""
+
+        def rehearse(values: Nodes[Array]) -> None:
+            state, reached = self.init(), set[str]()
+            for pattern in patterns:
+                updates, state = self.update({name: values[name] for name in pattern}, state, values)
+                reached.update(pattern)
+                if any(update is not ZERO for name, update in updates.items() if name not in reached):
+                    raise NotZero("update")
+
+        try:
+            jax.eval_shape(rehearse, self.values)
+        except NotZero:
+            return False
+        return True
+
+
+def per_node(optimisers: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformation:
+    """One optimiser per node."""
+
+    def init(values: Mapping[str, Array]) -> Any:
+        missing = [name for name in values if name not in optimisers]
+        if missing:
+            raise ModelError(f"no optimiser is given for the free node {missing[0]!r}; name every free node.")
+        return Nodes({name: optimisers[name].init(value) for name, value in values.items()})
+
+    def update(gradients: Mapping[str, Array], state: Any, values: Any = None) -> Any:
+        pairs = {n: optimisers[n].update(g, state[n], None if values is None else values[n]) for n, g in gradients.items()}
+        return Nodes({n: u for n, (u, _) in pairs.items()}), Nodes({n: s for n, (_, s) in pairs.items()})
+
+    return optax.GradientTransformation(init, update)
+
+
+GradientFunction = Callable[[Nodes[Array], Any, Sequence[str], Sequence[str]], Nodes[Array]]

@@ -1,0 +1,37 @@
+"""Learning algorithms, one module each; a module may declare variants, and a variant's name is what users type.
+
+>>> names()
+['bp_ce', 'bp_se', 'cn', 'ipc', 'mcpc', 'nn', 'pc_ce', 'pc_se', 'pn']
+>>> hyper, make = get("pc_se")
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from pcx._types import ModelError, near
+from pcx.algorithms._common import Algorithm as Algorithm
+from pcx.algorithms._common import Metrics as Metrics
+from pcx.algorithms._common import State as State
+from pcx.algorithms._common import warm_up_cosine as warm_up_cosine
+
+
+def modules() -> list[ModuleType]:
+    """All modules of this folder that hold an algorithm."""
+    found = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
+    return [importlib.import_module(f"{__name__}.{name}") for name in sorted(found)]
+
+
+def names() -> list[str]:
+    """The names of all algorithms."""
+    return sorted(name for module in modules() for name in module.VARIANTS)
+
+
+def get(name: str) -> tuple[Any, Callable[..., Algorithm]]:
+    """The default settings and the ``make`` function of an algorithm."""
+    for module in modules():
+        if name in module.VARIANTS:
+            return module.VARIANTS[name], module.make
+    raise ModelError(f"there is no algorithm {name!r}; near: {near(name, names())}.")

@@ -1,0 +1,79 @@
+"""Predictive coding (PC-SE, PC-CE): fix input and label, settle the values for T steps, then move every weight once.
+
+    h_l ← h_l - γ ∂F/∂h_l   T times, by SGD with momentum that starts afresh with every batch (Eq. 3, left)
+    θ_l ← AdamW(mean over the batch of ∂F/∂θ_l)   at the settled values (Eq. 3, right)
+
+The output node has squared error or, for PC-CE, cross-entropy; all others keep the model's energies. All nodes start at
+the forward pass. Reference: Whittington & Bogacz 2017; Pinchetti et al. 2022 for cross-entropy.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import optax
+
+from pcx._learn import train_step
+from pcx._model import weights
+from pcx._types import Key
+from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, batch_mean, check_positive, observations, step_key
+
+
+class Hyper(eqx.Module):
+    """Settings; the floats are leaves, so that they can be mapped over."""
+
+    lr_h: Any = 0.01
+    momentum_h: Any = 0.0
+    lr_theta: Any = 3e-4
+    weight_decay: Any = 1e-4
+    T: int = eqx.field(static=True, default=8)
+    loss: str = eqx.field(static=True, default="se")
+
+    def __check_init__(self) -> None:
+        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+
+
+VARIANTS = {"pc_se": Hyper(loss="se"), "pc_ce": Hyper(loss="ce")}
+
+SEARCH = {
+    "lr_h": ("log", 1e-2, 5e-1),
+    "momentum_h": ("grid", 0.0, 1.0, 0.05),
+    "lr_theta": ("log", 1e-5, 3e-4),
+    "weight_decay": ("log", 1e-5, 1e-2),
+}
+
+
+def make(
+    hyper: Hyper,
+    *,
+    total_steps: int | None = None,
+    weight_optimiser: optax.GradientTransformation | None = None,
+    output: str | None = None,
+    **options: Any,
+) -> Algorithm:
+    """The algorithm with these settings; ``options`` go to `pcx.infer` (``init``, ``precision``, ``shortcuts`` …)."""
+    optimiser = weight_optimiser or adamw(hyper, total_steps)
+
+    def init(model: Any, x: Any, y: Any, key: Key) -> State:
+        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+
+    def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
+        name, observed = observations(state.model, x, y, output)
+        energy = {name: ENERGY[hyper.loss]}
+        done = train_step(
+            state.model,
+            x,
+            observed,
+            state_optimiser=optax.sgd(hyper.lr_h, momentum=hyper.momentum_h),
+            weight_optimiser=optimiser,
+            weight_state=state.weights,
+            steps=hyper.T,
+            energy=energy,
+            key=step_key(key, state.step),
+            training=True,
+            **options,
+        )
+        metrics = Metrics(batch_mean(done.energies), *output_loss(done.inferred, name, energy))
+        return State(done.model, done.optimiser_state, None, state.step + 1), metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,216 @@
+"""Layers: Equinox's own, made without a key in hand, plus what it lacks.
+
+A layer takes its random numbers from ``key=``, or else from a stream that `seed` starts and `keys` replaces for a block:
+
+>>> seed(0)
+>>> Linear(3, 2).weight.shape
+(2, 3)
+>>> with keys(jax.random.key(1)):
+...     layer = Linear(3, 2)
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pcx._model import Layer
+from pcx._types import Key, ModelError
+
+
+class _Stream:
+    """A key that gives a new key at every call."""
+
+    def __init__(self, key: Key):
+        self.key = key
+
+    def __call__(self) -> Key:
+        self.key, new = jax.random.split(self.key)
+        return new
+
+
+_streams: list[_Stream] = []
+_default: list[_Stream] = []
+
+
+def seed(number: int) -> None:
+    """Start the stream that layers draw from when they are built without a key."""
+    _default[:] = [_Stream(jax.random.key(number))]
+
+
+@contextlib.contextmanager
+def keys(key: Key) -> Iterator[None]:
+    """Inside this block, layers draw from this key; it may be traced, so building a model can be vmapped over keys."""
+    _streams.append(_Stream(key))
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+def next_key(key: Key = None) -> Key:
+    """A key as given, or the next one of the stream."""
+    if key is not None:
+        return key
+    if _streams:
+        return _streams[-1]()
+    if not _default:
+        seed(0)
+    return _default[0]()
+
+
+class Linear(eqx.nn.Linear):
+    """``W x + b``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, dtype: Any = None, key: Key = None):
+        super().__init__(in_features, out_features, use_bias=bias, dtype=dtype, key=next_key(key))
+
+
+class Conv2d(eqx.nn.Conv2d):
+    """A convolution of an image (channels, height, width)."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: Any = 0, bias: bool = True, *, dtype: Any = None, key: Key = None):  # fmt: skip
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, use_bias=bias, dtype=dtype, key=next_key(key))
+
+
+class ConvTranspose2d(eqx.nn.ConvTranspose2d):
+    """The transpose of a convolution."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: Any = 0, output_padding: int | Sequence[int] = 0, bias: bool = True, *, dtype: Any = None,
+                 key: Key = None):  # fmt: skip
+        super().__init__(in_channels, out_channels, kernel_size, stride, output_padding, padding, use_bias=bias, dtype=dtype,
+                         key=next_key(key))  # fmt: skip
+
+
+class LayerNorm(eqx.nn.LayerNorm):
+    """Normalises one sample."""
+
+
+class AvgPool2d(eqx.nn.AvgPool2d):
+    """The mean of each window; the stride is the window unless given."""
+
+    def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: Any = 0):
+        super().__init__(kernel_size, kernel_size if stride is None else stride, padding)
+
+
+def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
+    """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
+
+    The gradient of `lax.reduce_window` is a select-and-scatter, which costs a quarter of a step of a VGG; three selects
+    on the four corners are elementwise. A NaN may be swallowed: look for NaN in energies and weights.
+    """
+    height, width = x.shape[-2] // 2, x.shape[-1] // 2
+    corners = x[..., : 2 * height, : 2 * width].reshape(*x.shape[:-2], height, 2, width, 2)
+    a, b, c, d = (corners[..., i, :, j] for i in (0, 1) for j in (0, 1))
+    top, bottom = jnp.where(a >= b, a, b), jnp.where(c >= d, c, d)
+    return jnp.where(top >= bottom, top, bottom)
+
+
+class MaxPool2d(eqx.nn.MaxPool2d):
+    """The maximum of each window; the stride is the window unless given.
+
+    A plain 2×2 window with stride 2 is done by `max_pool_2x2`; ``selects=False`` switches that off.
+    """
+
+    selects: bool = eqx.field(static=True)
+
+    def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: Any = 0, *,
+                 selects: bool = True):  # fmt: skip
+        super().__init__(kernel_size, kernel_size if stride is None else stride, padding)
+        self.selects = selects
+
+    def __call__(self, x: Float[Array, "channels height width"], *, key: Key = None) -> Float[Array, "channels _ _"]:
+        plain = tuple(self.kernel_size) == tuple(self.stride) == (2, 2) and not self.use_ceil
+        unpadded = all(amount == 0 for pair in self.padding for amount in pair) if not isinstance(self.padding, str) else False
+        return max_pool_2x2(x) if self.selects and plain and unpadded else super().__call__(x, key=key)
+
+
+class BatchNorm(Layer):
+    """Normalises each channel (the first axis of a sample) by its mean and variance over the batch.
+
+    In training the statistics are taken in the forward pass, and the running ones are updated from it. During inference
+    they are constants: recomputing them would let one sample's label move another sample's values. In the weight pass
+    they are differentiated as batch statistics. ``statistics="batch"`` recomputes them in every step instead.
+    ``momentum`` is the share of the new batch in the running statistics.
+    """
+
+    state_fields = ("running_mean", "running_variance", "batch_mean", "batch_variance")
+
+    def __init__(self, size: int, *, momentum: float = 0.1, epsilon: float = 1e-5, statistics: str = "forward",
+                 axis_name: str = "batch", dtype: Any = None):  # fmt: skip
+        if statistics not in ("forward", "batch"):
+            raise ModelError(f"statistics is {statistics!r}; use 'forward' or 'batch'.")
+        dtype = jnp.result_type(float) if dtype is None else dtype
+        self.weight, self.bias = jnp.ones((size,), dtype), jnp.zeros((size,), dtype)
+        self.running_mean, self.running_variance = jnp.zeros((size,), dtype), jnp.ones((size,), dtype)
+        self.batch_mean: Any = None
+        self.batch_variance: Any = None
+        self.momentum, self.epsilon, self.statistics, self.axis_name = momentum, epsilon, statistics, axis_name
+
+    def __call__(self, x: Float[Array, "channels ..."]) -> Float[Array, "channels ..."]:
+        if x.shape[0] != self.weight.shape[0]:
+            raise ModelError(f"layer {self.label} has {self.weight.shape[0]} channels, but its input has shape {x.shape}.")
+        mean, variance = self._statistics(x) if self._pcx_flags.training else (self.running_mean, self.running_variance)
+        column = (-1,) + (1,) * (x.ndim - 1)
+        scale = self.weight * jax.lax.rsqrt(variance + self.epsilon)
+        return x * scale.reshape(column) + (self.bias - mean * scale).reshape(column)
+
+    def _statistics(self, x: Array) -> tuple[Array, Array]:
+        if self.statistics == "forward" and self.batch_mean is not None and self._pcx_flags.status != "init":
+            return self.batch_mean, self.batch_variance
+        inside = tuple(range(1, x.ndim))
+        try:
+            mean = jax.lax.pmean(jnp.mean(x, axis=inside), self.axis_name)
+        except NameError:
+            raise ModelError(
+                f"layer {self.label} is in training but sees no batch; use pcx.run, or pxf.vmap(…, axis_name={self.axis_name!r})."
+            ) from None
+        centred = x - mean.reshape((-1,) + (1,) * len(inside))
+        variance = jax.lax.pmean(jnp.mean(jnp.square(centred), axis=inside), self.axis_name)
+        self._keep(mean, variance, jax.lax.psum(x.size // x.shape[0], self.axis_name))
+        return mean, variance
+
+    def _keep(self, mean: Array, variance: Array, count: Any) -> None:
+        unbiased = variance * (count / max(count - 1, 1))
+        new = {
+            "running_mean": (1 - self.momentum) * self.running_mean + self.momentum * mean,
+            "running_variance": (1 - self.momentum) * self.running_variance + self.momentum * unbiased,
+            "batch_mean": mean,
+            "batch_variance": variance,
+        }
+        if self._pcx_bound is not None:
+            if self.label in self._pcx_bound.state:
+                raise ModelError(f"layer {self.label} is called twice; its statistics belong to one place: use two layers.")
+            self._pcx_bound.state[self.label] = new
+        elif self._pcx_flags.status == "init" and self._pcx_live:
+            vars(self).update(new)
+
+
+class Dropout(Layer):
+    """In training, sets each unit to zero with probability ``p`` and scales the others by ``1 / (1 - p)``.
+
+    `pcx.run` and `pcx.infer` give it its key, the same one for all steps of one inference; elsewhere pass ``key=`` or
+    use `keys`.
+    """
+
+    def __init__(self, p: float = 0.5):
+        if not 0 <= p < 1:
+            raise ModelError(f"the dropout probability is {p}; it is at least 0 and below 1.")
+        self.p = p
+
+    def __call__(self, x: Float[Array, "..."], *, key: Key = None) -> Float[Array, "..."]:
+        if not self._pcx_flags.training or self.p == 0:
+            return x
+        if key is None and self._pcx_bound is not None:
+            key = self._pcx_bound.layer_key(self.label)
+        if key is None:
+            if not _streams:
+                raise ModelError(f"layer {self.label} is random in training; pass key= or use pcx.nn.keys(key).")
+            key = next_key()
+        return jnp.where(jax.random.bernoulli(key, 1 - self.p, x.shape), x / (1 - self.p), 0).astype(x.dtype)
