@@ -342,7 +342,9 @@ def output_node(model: Any, x: Any = None) -> str:
     """The name of the node that gets the label or the data: the one that no other node reads."""
     sinks = graph(model, x).sinks
     if len(sinks) != 1:
-        raise ModelError(f"the model has {len(sinks)} nodes that no other node reads ({', '.join(sinks)}); name the one you mean.")
+        raise ModelError(
+            f"the model has {len(sinks)} nodes that no other node reads ({', '.join(sinks)}); name the one you mean."
+        )
     return sinks[0]
 
 

@@ -25,8 +25,8 @@ from pcx._free_energy import (
     start_rules,
 )
 from pcx._init import Init, forward
-from pcx._plan import Program, ZeroAware, per_node, waves
 from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts
+from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
 
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
@@ -86,9 +86,7 @@ def infer(
     task = _Task(frozen, x, key, training, batch, objective, roots, start, fixed, shortcuts)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
     at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward} - set(fixed)
-    return task.solve(
-        chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction
-    )
+    return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction)
 
 
 class _Task:
@@ -126,7 +124,9 @@ class _Task:
 
     def predictions(self, values: Nodes[Array], names: list[str]) -> Nodes[Array]:
         if self.program is None:
-            done = execute(self.model, values, self.context["x"], {}, {}, self.context["key"], self.context["training"], self.batch)
+            done = execute(
+                self.model, values, self.context["x"], {}, {}, self.context["key"], self.context["training"], self.batch
+            )
             return done[0].predictions
         moving = [name for name in names if name not in self.constants]
         return self.program.predict(values, moving, stacks=self.stacks) | self.constants.only(names)
@@ -224,7 +224,7 @@ class _Task:
         """Every sample stops by itself; the loop ends with the last one."""
 
         def norm(gradients: Nodes[Array]) -> Array:
-            return jnp.sqrt(sum(jnp.sum(jnp.square(g.reshape(self.batch, -1)), axis=1) for g in gradients.values()))  # type: ignore[arg-type]
+            return jnp.sqrt(sum(jnp.sum(jnp.square(g.reshape(self.batch, -1)), axis=1) for g in gradients.values()))
 
         def mask(going: Array, new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(going.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, old)

@@ -16,8 +16,8 @@ from jaxtyping import Array
 from pcx._free_energy import batch_size, execute, factor_energies, make_objective, update_state
 from pcx._infer import infer
 from pcx._model import Vode, named, partition
-from pcx._plan import Program
 from pcx._types import Key, ModelError, Nodes, Trained, near
+from pcx.shortcuts.plan import Program
 
 M = TypeVar("M")
 
@@ -76,9 +76,7 @@ def weight_gradient(
     return pull(Nodes({name: (jnp.asarray(given[name]) / n).astype(u[name].dtype) for name in u}))[0]
 
 
-def apply_gradient(
-    model: M, gradient: M, optimiser: optax.GradientTransformation, state: Any
-) -> tuple[M, Any]:
+def apply_gradient(model: M, gradient: M, optimiser: optax.GradientTransformation, state: Any) -> tuple[M, Any]:
     """One update of the weights by an optax optimiser."""
     weights, rest = partition(model)
     updates, state = optimiser.update(gradient, state, weights)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from pcx._energies import squared_error
-from pcx._init import Init, as_init
+from pcx._init import Init
 from pcx._jaxpr import reach
 from pcx._types import Key, ModelError, Nodes, Rule, near
 
@@ -118,7 +118,7 @@ def _flatten_with_keys(module: Module) -> tuple[list[tuple[Any, Any]], Any]:
 
 def _unflatten(cls: type, structure: Any, values: Sequence[Any]) -> Any:
     children, static, flags = structure
-    module = object.__new__(cls)
+    module: Any = object.__new__(cls)
     vars(module).update(static)
     vars(module).update(zip(children, values, strict=True))
     vars(module).update(_pcx_flags=flags, _pcx_children=frozenset(children))
@@ -166,7 +166,7 @@ class Vode(Module):
     ``learn_mean`` makes it a weight), with its energy around that mean.
     """
 
-    dynamic_fields = ("mean",)
+    dynamic_fields: ClassVar[tuple[str, ...]] = ("mean",)
 
     def __init__(
         self,
@@ -292,9 +292,9 @@ def kinds(tree: Any) -> list[type]:
             field = getattr(path[0], "name", None) if path else None
             if isinstance(part, Vode) and field in ("h", "cache"):
                 result.append(VodeParam if field == "h" else VodeParam.Cache)
-            elif isinstance(part, Vode) and field == "mean" and not part.learn_mean:
-                result.append(StateParam)
-            elif isinstance(part, Module) and field in part.state_fields:
+            elif (isinstance(part, Vode) and field == "mean" and not part.learn_mean) or (
+                isinstance(part, Module) and field in part.state_fields
+            ):
                 result.append(StateParam)
             else:
                 result.append(LayerParam if eqx.is_inexact_array(leaf) else _Other)
@@ -441,13 +441,17 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if hasattr(a, "shape") else a, tree)
 
 
+def _constant(value: Any) -> Rule:
+    return lambda u: value
+
+
 def dependencies(model: Any, inputs: tuple[Any, ...]) -> Nodes[frozenset[str]]:
     """Who predicts whom, for one sample: for every node, in the order of calls, the nodes that its prediction reads."""
     arrays, rest = eqx.partition(abstract((model, inputs)), lambda leaf: hasattr(leaf, "shape"))
 
     def predictions(values: Mapping[str, Any], arrays: Any) -> Nodes[jax.Array]:
         model, inputs = eqx.combine(arrays, rest)
-        bound, binding = bind(model, {name: lambda u, value=value: value for name, value in values.items()})
+        bound, binding = bind(model, {name: _constant(value) for name, value in values.items()})
         bound(*inputs)
         return Nodes({name: visit.prediction for name, visit in binding.visits.items()})
 

@@ -41,10 +41,14 @@ class _Static:
         return hash(self.value)
 
 
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
 def _apart(tree: Any) -> tuple[list[Any], _Static]:
     """Arrays, and everything else in a form that can be compared and hashed."""
     leaves, structure = jax.tree.flatten(tree)
-    is_array = [eqx.is_array(leaf) or isinstance(leaf, np.ndarray) for leaf in leaves]
+    is_array = [_is_array(leaf) for leaf in leaves]
     arrays = [leaf for leaf, yes in zip(leaves, is_array, strict=True) if yes]
     others = tuple(None if yes else leaf for leaf, yes in zip(leaves, is_array, strict=True))
     return arrays, _Static((others, tuple(is_array), structure))
@@ -62,7 +66,7 @@ def _together(arrays: Sequence[Any], static: _Static) -> Any:
 
 def _array_kinds(tree: Any) -> list[Any]:
     """The kind of every array of a tree, in order."""
-    return [k for leaf, k in zip(jax.tree.leaves(tree), kinds(tree), strict=True) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray)]  # fmt: skip
+    return [kind for leaf, kind in zip(jax.tree.leaves(tree), kinds(tree), strict=True) if _is_array(leaf)]
 
 
 def _write_back(tracked: dict[str, Any], new: dict[str, Any]) -> None:
@@ -145,9 +149,9 @@ def value_and_grad(mask: Mask, *, has_aux: bool = False) -> Callable[[Function],
             chosen, others = ([a for a, yes in zip(arrays, wanted, strict=True) if yes is side] for side in (True, False))
             (value, (aux, new)), slopes = jax.value_and_grad(scalar, has_aux=True)(chosen, others)
             source, positions = iter(slopes), iter(wanted)
-            leaves, structure = jax.tree.flatten(tracked)
-            is_array = rest.value[1]
-            gradient = jax.tree.unflatten(structure, [next(source) if yes and next(positions) else None for _, yes in zip(leaves, is_array, strict=True)])  # fmt: skip
+            _, is_array, structure = rest.value
+            parts = [next(source) if yes and next(positions) else None for yes in is_array]
+            gradient = jax.tree.unflatten(structure, parts)
             updated = _together(*new)
             _write_back(tracked, updated)
             batches = [m._pcx_flags.batch for m in objects(updated, EnergyModule) if m._pcx_flags.batch is not None]
@@ -221,12 +225,14 @@ def vmap(
 
 
 def _axis_size(args: Sequence[Any], in_axes: Sequence[Any], arrays: Sequence[Any], axes: Sequence[Any]) -> int:
-    sizes = [leaf.shape[axis] for a, axis in zip(args, in_axes, strict=True) if isinstance(axis, int) for leaf in jax.tree.leaves(a)]  # fmt: skip
-    sizes += [a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None]
+    mapped = [(leaf, axis) for arg, axis in zip(args, in_axes, strict=True) for leaf in jax.tree.leaves(arg)]
+    sizes = [leaf.shape[axis] for leaf, axis in [*mapped, *zip(arrays, axes, strict=True)] if isinstance(axis, int)]
     if not sizes:
         raise ModelError("nothing is mapped: give in_axes for a positional argument or a mask with an axis.")
     if len(set(sizes)) > 1:
-        raise ModelError(f"the mapped axes have different sizes ({', '.join(map(str, sizes))}); initialise the model for this batch.")
+        raise ModelError(
+            f"the mapped axes have different sizes ({', '.join(map(str, sizes))}); initialise the model for this batch."
+        )
     return sizes[0]
 
 

@@ -23,7 +23,9 @@ def _noise(key: Key, like: Any, variance: Any) -> tuple[Key, Any]:
     """Independent Gaussian noise for every entry of a tree, and the key after it."""
     leaves, structure = jax.tree.flatten(like)
     key, *own = jax.random.split(key, len(leaves) + 1)
-    draws = [jnp.sqrt(variance).astype(a.dtype) * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(own, leaves, strict=True)]
+    draws = [
+        jnp.sqrt(variance).astype(a.dtype) * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(own, leaves, strict=True)
+    ]
     return key, jax.tree.unflatten(structure, draws)
 
 
@@ -46,9 +48,7 @@ def langevin(learning_rate: Any, variance: Any = 1.0, *, key: Key) -> optax.Grad
     return optax.GradientTransformation(init, update)
 
 
-def second_order_langevin(
-    learning_rate: Any, momentum: Any, variance: Any = 1.0, *, key: Key
-) -> optax.GradientTransformation:
+def second_order_langevin(learning_rate: Any, momentum: Any, variance: Any = 1.0, *, key: Key) -> optax.GradientTransformation:
     """Second-order Langevin dynamics (the paper's Eqs. 5 and 6), momentum first, then the value with the new momentum:
 
     ``r ← r - γ ∇E - γ (1 - m) r + √(2 (1 - m) γ) N``, then ``h ← h + γ r``.

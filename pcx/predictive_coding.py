@@ -41,12 +41,15 @@ class STATUS(enum.StrEnum):
 
 
 class Vode(_model.Vode):
-    __doc__ = (_model.Vode.__doc__ or "") + """
+    __doc__ = (
+        (_model.Vode.__doc__ or "")
+        + """
     Outside the core it remembers: ``h``, its value, and the prediction of the last call, in ``cache``.
 
     >>> Vode((10,))
     Vode(shape=(10,), energy=squared_error)
     """
+    )
 
     dynamic_fields = ("h", "cache", "mean")
     _pcx_call: "_Call | None" = None
@@ -174,7 +177,7 @@ class EnergyModule(_model.EnergyModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__call__" in vars(cls):
-            cls.__call__ = _watched(cls.__call__)  # type: ignore[method-assign, attr-defined]
+            cls.__call__ = _watched(cls.__call__)  # type: ignore[method-assign]
 
     def train(self) -> Self:
         return set_training(self, True)

@@ -18,9 +18,9 @@ import optax
 import safetensors
 import safetensors.numpy
 
-from pcx._jaxpr import has_nan
 from pcx._model import LayerParam, Module, StateParam, VodeParam, assign, kinds, objects, path_name, set_flags
 from pcx._types import ModelError
+from pcx.shortcuts.zeros import has_nan
 
 M = TypeVar("M")
 Kind = type | types.UnionType | tuple[Any, ...] | Callable[[Any], bool]
@@ -35,7 +35,9 @@ class Mask:
 
     def __init__(self, kind: Kind, values: Sequence[Any] = (False, True)):
         if len(values) != 2:
-            raise ModelError(f"a mask has two values, for arrays that are not of the kind and for those that are; got {values}.")
+            raise ModelError(
+                f"a mask has two values, for arrays that are not of the kind and for those that are; got {values}."
+            )
         self.kind, self.values, self.is_plain = kind, tuple(values), tuple(values) == (False, True)
 
     @property
@@ -249,7 +251,9 @@ def load_params(model: M, path: str | Path, kind: Kind = (LayerParam, StateParam
             problems.append(f"{name} is {mine[1]}{list(mine[0])} in the model and {theirs[1]}{list(theirs[0])} in the file")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ModelError(f"{target} is not a checkpoint of this {type(model).__name__}: {'; '.join(sorted(problems)[:5])}{more}.")
+        raise ModelError(
+            f"{target} is not a checkpoint of this {type(model).__name__}: {'; '.join(sorted(problems)[:5])}{more}."
+        )
     leaves, structure = jax.tree.flatten(model)
     new = [jax.numpy.asarray(found[n]) if n in wanted else leaf for n, leaf in zip(_named_leaves(model), leaves, strict=True)]
     return assign(model, jax.tree.unflatten(structure, new))

@@ -88,8 +88,10 @@ def observations(model: Any, x: Any, y: Any, output: str | None) -> tuple[str, d
     return name, {name: y}
 
 
-def batch_mean(energies: Mapping[str, Array]) -> Nodes[Array]:
-    return Nodes({name: jnp.mean(energy) for name, energy in energies.items()})
+def metrics_of(energies: Mapping[str, Array], energy: Any, label: Array, prediction: Array) -> Metrics:
+    """The metrics of a step, given the label in the form of the output node and the output of the forward pass."""
+    loss = jnp.mean(jax.vmap(energy)(label, prediction))
+    return Metrics(Nodes({name: jnp.mean(part) for name, part in energies.items()}), loss, prediction)
 
 
 def step_key(key: Key, step: Any) -> Key:

@@ -16,7 +16,7 @@ import optax
 from pcx._learn import train_step
 from pcx._model import weights
 from pcx._types import Key
-from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, batch_mean, check_positive, observations, step_key
+from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
 
 
 class Hyper(eqx.Module):
@@ -59,7 +59,7 @@ def make(
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)
-        energy = {name: ENERGY[hyper.loss]}
+        energy = ENERGY[hyper.loss]
         done = train_step(
             state.model,
             x,
@@ -68,12 +68,13 @@ def make(
             weight_optimiser=optimiser,
             weight_state=state.weights,
             steps=hyper.T,
-            energy=energy,
+            energy={name: energy},
             key=step_key(key, state.step),
             training=True,
             **options,
         )
-        metrics = Metrics(batch_mean(done.energies), *output_loss(done.inferred, name, energy))
+        settled = done.inferred
+        metrics = metrics_of(done.energies, energy, settled.values[name], settled.forward.predictions[name])
         return State(done.model, done.optimiser_state, None, state.step + 1), metrics
 
     return Algorithm(init, step)

@@ -10,7 +10,7 @@
 Each is refused where its conditions do not hold; `docs/design/core.md` derives them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,8 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import ZERO, NotZero, cut, evaluate, free_variables, has_nan, materialise, propagate_zeros, reach
+from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
+from pcx.shortcuts.zeros import ZERO, NotZero, has_nan, materialise, propagate_zeros
 
 SMALLEST_STACK = 3
 
@@ -86,7 +87,8 @@ class Program:
         stacks: Sequence[Sequence[Array | None]] | None = None,
     ) -> Nodes[Array]:
         """The predictions of the named nodes. ``stacks`` (from `stacked_weights`) switches stacking on."""
-        known, wanted, done = self._known(values, arrays), list(names), {}
+        known, wanted = self._known(values, arrays), list(names)
+        done: dict[str, Array] = {}
         for group, weights in zip(self.groups, stacks or (), strict=False):
             members = [name for name in group if name in wanted]
             if len(members) >= SMALLEST_STACK:
@@ -176,7 +178,9 @@ class ZeroAware:
     def init(self) -> list[Any]:
         return propagate_zeros(self.start, jax.tree.leaves(self.values))
 
-    def update(self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]) -> tuple[dict[str, Any], list[Any]]:
+    def update(
+        self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]
+    ) -> tuple[dict[str, Any], list[Any]]:
         arguments = [gradients.get(name, ZERO) for name in values]
         results = propagate_zeros(self.program, [*arguments, *state, *values.values()])
         return dict(zip(values, results, strict=False)), results[len(values) :]
@@ -217,6 +221,3 @@ def per_node(optimisers: Mapping[str, optax.GradientTransformation]) -> optax.Gr
         return Nodes({n: u for n, (u, _) in pairs.items()}), Nodes({n: s for n, (_, s) in pairs.items()})
 
     return optax.GradientTransformation(init, update)
-
-
-GradientFunction = Callable[[Nodes[Array], Any, Sequence[str], Sequence[str]], Nodes[Array]]

@@ -1,0 +1,96 @@
+"""Incremental predictive coding (iPC): values and weights move together, at every one of the T steps.
+
+    (g_h, g_θ) = ∇F at the same point;  h ← SGD(g_h), then θ ← AdamW(g_θ);  T times per batch, no learning step after
+
+The weight optimiser is stepped T times per batch, so its schedule is T times as long. The predictions of nodes change with
+the weights, so no node may be skipped. Batch statistics stay those of the forward pass. Reference: Salvatori et al. 2024.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from pcx._free_energy import energies, freeze_state, update_state
+from pcx._infer import infer
+from pcx._learn import apply_gradient
+from pcx._model import partition, weights
+from pcx._types import NO_SHORTCUTS, Key, Nodes, Observed
+from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
+
+
+class Hyper(eqx.Module):
+    """Settings; the floats are leaves, so that they can be mapped over."""
+
+    lr_h: Any = 0.5
+    momentum_h: Any = 0.0
+    lr_theta: Any = 2e-4
+    weight_decay: Any = 1e-3
+    T: int = eqx.field(static=True, default=8)
+    loss: str = eqx.field(static=True, default="se")
+
+    def __check_init__(self) -> None:
+        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+
+
+VARIANTS = {"ipc": Hyper()}
+
+SEARCH = {
+    "lr_h": ("log", 1e-2, 1.0),
+    "momentum_h": ("grid", 0.0, 1.0, 0.05),
+    "lr_theta": ("log", 1e-5, 3e-4),
+    "weight_decay": ("log", 1e-5, 1e-1),
+}
+
+
+def make(
+    hyper: Hyper,
+    *,
+    total_steps: int | None = None,
+    weight_optimiser: optax.GradientTransformation | None = None,
+    output: str | None = None,
+    init_values: Any = None,
+) -> Algorithm:
+    """The algorithm with these settings; ``init_values`` is the ``init`` of `pcx.infer`."""
+    optimiser = weight_optimiser or adamw(hyper, None if total_steps is None else total_steps * hyper.T)
+    state_optimiser = optax.sgd(hyper.lr_h, momentum=hyper.momentum_h)
+
+    def init(model: Any, x: Any, y: Any, key: Key) -> State:
+        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+
+    def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
+        name, observed = observations(state.model, x, y, output)
+        context = {"key": step_key(key, state.step), "training": True}
+        energy = {name: ENERGY[hyper.loss]}
+        start = infer(state.model, x, observed, optimiser=state_optimiser, steps=0, init=init_values, energy=energy,
+                      shortcuts=NO_SHORTCUTS, **context)  # fmt: skip
+        frozen = freeze_state(state.model, start.forward.state)
+        _, rest = partition(frozen)
+        free = [n for n in start.values if n not in observed or isinstance(observed[n], Observed)]
+        batch = start.steps.shape[0]
+
+        def body(carry: Any, _: Any) -> Any:
+            values, nodes, theta, weight_state = carry
+
+            def total(moving: Nodes[jax.Array], theta: Any) -> Any:
+                parts = energies(eqx.combine(theta, rest), values | moving, x, energy=energy, batch=batch, **context)
+                return sum(jnp.sum(part) for part in parts.values()), parts
+
+            (g_h, g_theta), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.only(free), theta)
+            g_h = Nodes({n: jnp.where(observed[n].mask, 0, g) if n in observed else g for n, g in g_h.items()})
+            updates, nodes = state_optimiser.update(g_h, nodes, values.only(free))
+            values = values | optax.apply_updates(values.only(free), updates)
+            mean = jax.tree.map(lambda g: g / batch, g_theta)
+            theta, weight_state = apply_gradient(theta, mean, optimiser, weight_state)
+            return (values, nodes, theta, weight_state), parts
+
+        carry = (start.values, start.optimiser_state, weights(frozen), state.weights)
+        (values, _, theta, weight_state), parts = jax.lax.scan(body, carry, length=hyper.T)
+        last = {n: part[-1] for n, part in parts.items()}
+        metrics = metrics_of(last, energy[name], start.values[name], start.forward.predictions[name])
+        model = update_state(eqx.combine(theta, partition(state.model)[1]), start.forward.state)
+        return State(model, weight_state, None, state.step + 1), metrics
+
+    return Algorithm(init, step)

@@ -1,0 +1,113 @@
+"""Monte Carlo predictive coding (MCPC): the values do not settle, they sample their posterior; then one weight step.
+
+    h ← one step of Langevin dynamics on F, T times;  θ ← AdamW(∂F/∂θ) at the last sample
+
+``form`` chooses the dynamics (`pcx.optim`): "heavy_ball" (the tuned settings), "first_order" (the paper's Eq. 4) or
+"second_order" (its Eqs. 5 and 6). Momentum and noise go on from batch to batch; the values start anew, at zero.
+Reference: Oliviers et al. 2024. To generate, call `pcx.infer` with the same optimiser and nothing observed.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from pcx import optim
+from pcx._energies import squared_error
+from pcx._infer import infer
+from pcx._learn import train_step
+from pcx._model import weights
+from pcx._types import Key, ModelError
+from pcx.algorithms._common import (  # fmt: skip
+    Algorithm,
+    Metrics,
+    State,
+    adamw,
+    check_positive,
+    metrics_of,
+    observations,
+    step_key,
+)
+
+NOISE_STREAM = 0x4C  # the stream of the run's key that the noise starts from
+
+
+class Hyper(eqx.Module):
+    """Settings; ``variance`` is that of the noise, ``output_variance`` that of the output node (its precision's inverse)."""
+
+    lr_h: Any = 0.01
+    momentum_h: Any = 0.9
+    variance: Any = 1.0
+    output_variance: Any = 1.0
+    lr_theta: Any = 1e-3
+    weight_decay: Any = 1e-4
+    T: int = eqx.field(static=True, default=100)
+    form: str = eqx.field(static=True, default="heavy_ball")
+    init: str = eqx.field(static=True, default="zeros")
+
+    def __check_init__(self) -> None:
+        check_positive(self, "momentum_h", "variance", "lr_theta", "weight_decay", "T")
+        check_positive(self, "lr_h", "output_variance", allow_zero=False)
+        if self.form not in ("heavy_ball", "first_order", "second_order"):
+            raise ModelError(f"form is {self.form!r}; use 'heavy_ball', 'first_order' or 'second_order'.")
+
+
+VARIANTS = {"mcpc": Hyper()}
+
+SEARCH = {
+    "lr_h": ("log", 1e-3, 1e-1),
+    "lr_theta": ("log", 1e-4, 1e-2),
+    "output_variance": ("log", 1e-2, 1.0),
+    "weight_decay": ("choice", 0.0, 1e-4, 1e-3, 1e-2),
+}
+
+
+def dynamics(hyper: Hyper, key: Key) -> optax.GradientTransformation:
+    """The optax transformation that samples the values."""
+    if hyper.form == "first_order":
+        return optim.langevin(hyper.lr_h, hyper.variance, key=key)
+    form = optim.second_order_langevin if hyper.form == "second_order" else optim.noisy_heavy_ball
+    return form(hyper.lr_h, hyper.momentum_h, hyper.variance, key=key)
+
+
+def make(
+    hyper: Hyper,
+    *,
+    total_steps: int | None = None,
+    weight_optimiser: optax.GradientTransformation | None = None,
+    output: str | None = None,
+    **options: Any,
+) -> Algorithm:
+    """The algorithm with these settings; ``options`` go to `pcx.infer`. The learning rate of the weights is constant."""
+    optimiser = weight_optimiser or adamw(hyper, None)
+
+    def init(model: Any, x: Any, y: Any, key: Key) -> State:
+        _, observed = observations(model, x, y, output)
+        noise = jax.random.fold_in(key, NOISE_STREAM)
+        start = infer(model, x, observed, optimiser=dynamics(hyper, noise), steps=0, init=hyper.init, key=key, **options)
+        return State(model, optimiser.init(weights(model)), start.optimiser_state, jnp.zeros((), jnp.int32))
+
+    def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
+        name, observed = observations(state.model, x, y, output)
+        done = train_step(
+            state.model,
+            x,
+            observed,
+            state_optimiser=dynamics(hyper, key),
+            weight_optimiser=optimiser,
+            weight_state=state.weights,
+            steps=hyper.T,
+            init=hyper.init,
+            optimiser_state=state.nodes,
+            precision={name: 1 / hyper.output_variance},
+            key=step_key(key, state.step),
+            training=True,
+            **options,
+        )
+        settled = done.inferred
+        metrics = metrics_of(done.energies, squared_error, settled.values[name], settled.forward.predictions[name])
+        return State(done.model, done.optimiser_state, settled.optimiser_state, state.step + 1), metrics
+
+    return Algorithm(init, step)
