@@ -60,7 +60,8 @@ def infer(
 
     Arguments:
         observed: ``{name: array}`` fixes a node, ``{name: Observed(value, mask)}`` part of one, before the start and after
-            every update; ``{name: function}`` fixes a last node to a function of its forward prediction. The gradient is that of the sum over the batch, so every sample moves as if it were alone.
+            every update; ``{name: function}`` fixes a last node to a function of its forward prediction. The gradient is
+            that of the sum over the batch, so every sample moves as if it were alone.
         optimiser: one for all free nodes, or a mapping with one per node.
         tolerance: stop a sample when its gradient norm is at most this fraction of its first; ``steps`` is then the limit.
         init, values: how nodes start (`initialise`), or their values at the start.

@@ -26,7 +26,7 @@ from pcx._jaxpr import reach
 from pcx._types import Key, ModelError, Nodes, Rule, near
 
 M = TypeVar("M")
-O = TypeVar("O")
+Part = TypeVar("Part")
 
 
 class LayerParam:
@@ -138,9 +138,9 @@ def named(tree: Any, kind: type | tuple[type, ...]) -> Nodes[Any]:
     return Nodes({path_name(path): node for path, node in pairs if isinstance(node, kind)})
 
 
-def objects(tree: Any, kind: type[O]) -> list[O]:
+def objects(tree: Any, kind: type[Part]) -> list[Part]:
     """All objects of a class in a tree, itself and nested ones included."""
-    found: list[O] = []
+    found: list[Part] = []
 
     def note(node: Any) -> bool:
         if isinstance(node, kind):

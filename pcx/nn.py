@@ -169,7 +169,7 @@ class BatchNorm(Layer):
             mean = jax.lax.pmean(jnp.mean(x, axis=inside), self.axis_name)
         except NameError:
             raise ModelError(
-                f"layer {self.label} is in training but sees no batch; use pcx.run, or pxf.vmap with axis_name={self.axis_name!r}."
+                f"layer {self.label} is in training but sees no batch; use pcx.run, or pxf.vmap(axis_name={self.axis_name!r})."
             ) from None
         centred = x - mean.reshape((-1,) + (1,) * len(inside))
         variance = jax.lax.pmean(jnp.mean(jnp.square(centred), axis=inside), self.axis_name)

@@ -87,7 +87,7 @@ def make(
             return (values, nodes, theta, weight_state), parts
 
         carry = (start.values, start.optimiser_state, weights(frozen), state.weights)
-        (values, _, theta, weight_state), parts = jax.lax.scan(body, carry, length=hyper.T)
+        (_, _, theta, weight_state), parts = jax.lax.scan(body, carry, length=hyper.T)
         last = {n: part[-1] for n, part in parts.items()}
         metrics = metrics_of(last, energy[name], start.values[name], start.forward.predictions[name])
         model = update_state(eqx.combine(theta, partition(state.model)[1]), start.forward.state)
