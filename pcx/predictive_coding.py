@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from pcx._model import (
 )
 from pcx._types import ModelError
 from pcx.nn import next_key
+
+M = TypeVar("M")
 
 __all__ = ["STATUS", "EnergyModule", "LayerParam", "StateParam", "Vode", "VodeParam", "energies"]
 
@@ -179,10 +181,10 @@ class EnergyModule(_model.EnergyModule):
         if "__call__" in vars(cls):
             cls.__call__ = _watched(cls.__call__)  # type: ignore[method-assign]
 
-    def train(self) -> Self:
+    def train(self: M) -> M:
         return set_training(self, True)
 
-    def eval(self) -> Self:
+    def eval(self: M) -> M:
         return set_training(self, False)
 
     @property

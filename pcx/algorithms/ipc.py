@@ -44,6 +44,9 @@ SEARCH = {
     "weight_decay": ("log", 1e-5, 1e-1),
 }
 
+IDENTITIES = [("one incremental step learns what PC learns before inference", ("ipc", {"T": 1}), ("pc_se", {"T": 0}))]
+EQUILIBRIUM = {"ipc": ({"T": 3000, "lr_h": 0.1}, lambda hyper: 1.0)}
+
 
 def make(
     hyper: Hyper,

@@ -63,6 +63,21 @@ SEARCH = {
     "weight_decay": ("choice", 0.0, 1e-4, 1e-3, 1e-2),
 }
 
+_QUIET = {"variance": 0.0, "init": "forward", "lr_h": 0.05, "T": 4}
+IDENTITIES = [
+    (
+        "without noise the heavy ball is PC-SE",
+        ("mcpc", {"momentum_h": 0.5, **_QUIET}),
+        ("pc_se", {"momentum_h": 0.5, "lr_h": 0.05, "T": 4}),
+    ),
+    (
+        "without noise first-order Langevin is PC-SE",
+        ("mcpc", {"form": "first_order", **_QUIET}),
+        ("pc_se", {"lr_h": 0.05, "T": 4}),
+    ),
+]
+EQUILIBRIUM = {"mcpc": ({"T": 3000, "lr_h": 0.05, "variance": 0.0}, lambda hyper: 1.0)}
+
 
 def dynamics(hyper: Hyper, key: Key) -> optax.GradientTransformation:
     """The optax transformation that samples the values."""

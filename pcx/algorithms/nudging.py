@@ -75,6 +75,15 @@ SEARCH = {
     "beta_ir": ("choice", 0.02, 0.0),
 }
 
+_SAME = {"lr_h": 0.05, "momentum_h": 0.5, "T": 4}
+IDENTITIES = [
+    ("β = 1 is PC-SE", ("pn", {"beta": 1.0, **_SAME}), ("pc_se", _SAME)),
+    ("negative nudging clamped to +1 is PC-SE", ("nn", {"beta": 1.0, **_SAME}), ("pc_se", _SAME)),
+    ("centred nudging in a positive epoch is PN", ("cn", {"signs": "+", **_SAME}), ("pn", _SAME)),
+    ("centred nudging in a negative epoch is NN", ("cn", {"signs": "-", **_SAME}), ("nn", _SAME)),
+]
+EQUILIBRIUM = {name: ({"T": 3000, "lr_h": 0.1, "beta": 0.3}, lambda hyper: hyper.beta**2) for name in VARIANTS}
+
 
 def sign_of_epoch(hyper: Hyper, key: Key, epoch: Any) -> Any:
     """+1 or -1: the direction of nudging in an epoch."""

@@ -42,6 +42,8 @@ SEARCH = {
     "weight_decay": ("log", 1e-5, 1e-2),
 }
 
+EQUILIBRIUM = {"pc_se": ({"T": 3000, "lr_h": 0.1}, lambda hyper: 1.0)}
+
 
 def make(
     hyper: Hyper,
