@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import equinox as eqx
@@ -180,7 +179,7 @@ def _same(what: str, one: Any, other: Any, tolerance: float) -> None:
             raise AssertionError(f"{what}: the largest difference is {np.max(np.abs(np.asarray(a) - np.asarray(b))):.3g}.")
 
 
-def check_algorithm(module: ModuleType) -> None:
+def check_algorithm(module: Any) -> None:
     """Check a module with a learning algorithm (``docs/add-an-algorithm.md``); an AssertionError says what fails.
 
     Every variant is pure, is traced once whatever the batch and the epoch, gives the same step alone and as one of several
@@ -204,7 +203,7 @@ def check_algorithm(module: ModuleType) -> None:
             _equilibrium(f"{module.__name__}: {name}", module, dataclasses.replace(module.VARIANTS[name], **changes), factor)
 
 
-def _start(module: ModuleType, hyper: Any, dtype: Any = jnp.float64, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+def _start(module: Any, hyper: Any, dtype: Any = jnp.float64, seed: int = 0) -> tuple[Any, Any, Any, Any]:
     algorithm = _compiled(module.make(hyper, total_steps=20))
     x, y = _data(dtype, seed)
     model = _Chain(jax.random.key(seed), jnp.tanh, True, dtype)
@@ -215,7 +214,7 @@ def _compiled(algorithm: Any) -> Any:
     return algorithm._replace(step=jax.jit(algorithm.step))
 
 
-def _pure(label: str, module: ModuleType, hyper: Any) -> None:
+def _pure(label: str, module: Any, hyper: Any) -> None:
     algorithm, state, x, y = _start(module, hyper)
     kept = jax.tree.map(lambda a: np.asarray(a).copy(), _arrays(state))
     first = algorithm.step(state, x, y, jax.random.key(0), 0)
@@ -226,7 +225,7 @@ def _pure(label: str, module: ModuleType, hyper: Any) -> None:
         raise AssertionError(f"{label}: a step must advance state.step by one.")
 
 
-def _one_trace(label: str, module: ModuleType, hyper: Any) -> None:
+def _one_trace(label: str, module: Any, hyper: Any) -> None:
     _, state, x, y = _start(module, hyper)
     algorithm, traces = module.make(hyper, total_steps=20), []
 
@@ -243,7 +242,7 @@ def _one_trace(label: str, module: ModuleType, hyper: Any) -> None:
         )
 
 
-def _seeds(label: str, module: ModuleType, hyper: Any) -> None:
+def _seeds(label: str, module: Any, hyper: Any) -> None:
     runs = [_start(module, hyper, seed=seed) for seed in (0, 1)]
     step = runs[0][0].step
     keys = jnp.stack([jax.random.key(0), jax.random.key(1)])
@@ -258,7 +257,7 @@ def _seeds(label: str, module: ModuleType, hyper: Any) -> None:
     )
 
 
-def _scan(label: str, module: ModuleType, hyper: Any) -> None:
+def _scan(label: str, module: Any, hyper: Any) -> None:
     algorithm, state, x, y = _start(module, hyper)
     inputs = jnp.stack([x, 2 * x, -x])
     body: Callable[[Any, Any], Any] = lambda state, x: algorithm.step(state, x, y, jax.random.key(0), 1)  # noqa: E731
@@ -271,7 +270,7 @@ def _scan(label: str, module: ModuleType, hyper: Any) -> None:
     _same(f"{label}: scanned steps differ from a loop", scanned, state, 1e-10)
 
 
-def _dtypes(label: str, module: ModuleType, hyper: Any) -> None:
+def _dtypes(label: str, module: Any, hyper: Any) -> None:
     algorithm, state, x, y = _start(module, hyper, jnp.float32)
     new, _ = jax.eval_shape(algorithm.step, state, x, y, jax.random.key(0), 0)
     before, after = ([a.dtype for a in jax.tree.leaves(tree)] for tree in (state, new))
@@ -279,7 +278,7 @@ def _dtypes(label: str, module: ModuleType, hyper: Any) -> None:
         raise AssertionError(f"{label} changes dtypes of a float32 model: {before} to {after}.")
 
 
-def _traced_settings(label: str, module: ModuleType, hyper: Any) -> None:
+def _traced_settings(label: str, module: Any, hyper: Any) -> None:
     floats, rest = eqx.partition(hyper, lambda leaf: isinstance(leaf, float))
     _, state, x, y = _start(module, hyper)
 
@@ -307,7 +306,7 @@ def _identity(text: str, one: tuple[str, dict[str, Any]], other: tuple[str, dict
     _same(f"identity '{text}' does not hold", results[0], results[1], 1e-12)
 
 
-def _equilibrium(label: str, module: ModuleType, hyper: Any, factor: Callable[[Any], float]) -> None:
+def _equilibrium(label: str, module: Any, hyper: Any, factor: Callable[[Any], float]) -> None:
     """On a linear chain E* = ½ rᵀ S⁻¹ r with S = I + Σ P Pᵀ, P the product of the weights from a node to the output."""
     x, y = _data(jnp.float64)
     model = _Chain(jax.random.key(5), lambda h: h, False, jnp.float64)

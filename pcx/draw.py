@@ -29,6 +29,7 @@ def draw(model: Any, x: Any = None, *, energies: Any = None, axes: Any = None) -
     for name, column in columns.items():
         rows.setdefault(column, []).append(name)
     place = {name: (2.6 * c, (len(names) - 1) / 2 - i) for c, names in rows.items() for i, name in enumerate(names)}
+    bends = any(columns[name] - columns[p] > 1 for name, parents in picture.parents.items() for p in parents)
     if axes is None:
         width, height = 2.6 * len(rows) + 2.2, 1.6 * max(map(len, rows.values())) + 1.2
         _, axes = plt.subplots(figsize=(min(width, 30), height), layout="constrained")
@@ -36,7 +37,7 @@ def draw(model: Any, x: Any = None, *, energies: Any = None, axes: Any = None) -
         for parent in parents:
             far = columns[name] - columns[parent] > 1
             style = {"arrowstyle": "-|>", "color": "0.4", "shrinkA": 34, "shrinkB": 34}
-            style["connectionstyle"] = "arc3,rad=-0.35" if far else "arc3"
+            style["connectionstyle"] = "arc3,rad=-0.2" if far else "arc3"
             axes.annotate("", place[name], place[parent], arrowprops=style)
         if not parents and x is not None:
             left, height = place[name]
@@ -49,6 +50,6 @@ def draw(model: Any, x: Any = None, *, energies: Any = None, axes: Any = None) -
         box = {"boxstyle": "round,pad=0.5", "facecolor": "#e8eef7", "edgecolor": "#35507a"}
         axes.text(left, height, "\n".join(lines), ha="center", va="center", fontsize=9, bbox=box)
     axes.set_xlim(-2, 2.6 * max(rows) + 1.5)
-    axes.set_ylim(-max(map(len, rows.values())) / 2 - 0.6, max(map(len, rows.values())) / 2 + 0.6)
+    axes.set_ylim(-max(map(len, rows.values())) / 2 - 0.6, max(map(len, rows.values())) / 2 + (1.2 if bends else 0.6))
     axes.set_axis_off()
     return axes

@@ -10,7 +10,7 @@ A layer takes its random numbers from ``key=``, or else from a stream that `seed
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -23,14 +23,14 @@ from pcx._types import Key, ModelError
 
 
 class _Stream:
-    """A key that gives a new key at every call."""
+    """A new key at every call. Between calls it holds a number and a way to the first key, so that nothing traced stays."""
 
-    def __init__(self, key: Key):
-        self.key = key
+    def __init__(self, key: Callable[[], Key]):
+        self.key, self.count = key, 0
 
     def __call__(self) -> Key:
-        self.key, new = jax.random.split(self.key)
-        return new
+        self.count += 1
+        return jax.random.fold_in(self.key(), self.count)
 
 
 _streams: list[_Stream] = []
@@ -39,13 +39,13 @@ _default: list[_Stream] = []
 
 def seed(number: int) -> None:
     """Start the stream that layers draw from when they are built without a key."""
-    _default[:] = [_Stream(jax.random.key(number))]
+    _default[:] = [_Stream(lambda: jax.random.key(number))]
 
 
 @contextlib.contextmanager
 def keys(key: Key) -> Iterator[None]:
     """Inside this block, layers draw from this key; it may be traced, so building a model can be vmapped over keys."""
-    _streams.append(_Stream(key))
+    _streams.append(_Stream(lambda: key))
     try:
         yield
     finally:

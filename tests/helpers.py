@@ -1,5 +1,6 @@
 """Small models that many tests use."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ class Chain(pcx.EnergyModule):
 
     def __init__(self, dims: Sequence[int], activation: Callable[[Any], Any] = jnp.tanh, seed: int = 0, bias: bool = True):
         with pxnn.keys(jax.random.key(seed)):
-            self.layers = [pxnn.Linear(i, o, bias) for i, o in zip(dims[:-1], dims[1:], strict=True)]
+            self.layers = [pxnn.Linear(i, o, bias) for i, o in itertools.pairwise(dims)]
         self.vodes = [pcx.Vode((o,)) for o in dims[1:]]
         self.activation = activation
 

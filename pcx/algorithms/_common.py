@@ -57,6 +57,7 @@ def warm_up_cosine(learning_rate: Any, total_steps: int | None) -> Any:
     warm_up = int(0.1 * total_steps)
 
     def schedule(count: Any) -> Any:
+        count = jnp.asarray(count, jnp.result_type(float))  # an int32 divided is float32, also where float64 is on
         rising = 1.0 + 0.1 * count / max(warm_up, 1)
         share = jnp.clip((count - warm_up) / max(total_steps - warm_up, 1), 0.0, 1.0)
         falling = 0.1 + (1.1 - 0.1) * 0.5 * (1.0 + jnp.cos(jnp.pi * share))

@@ -102,7 +102,8 @@ def strength(hyper: Hyper, key: Key, epoch: Any) -> Any:
     sign = sign_of_epoch(hyper, key, epoch)
     size = hyper.beta + hyper.beta_ir * epoch
     flips = hyper.clamp == "always" or (hyper.clamp == "plain" and hyper.direction == "-")
-    return jnp.where(size >= 1.0, 1.0 if flips else sign, sign * jnp.minimum(size, 1.0))
+    # 0.1 + 45 × 0.02 is 1 in the settings, but may be a rounding below it in float32
+    return jnp.where(size >= 1.0 - 1e-6, 1.0 if flips else sign, sign * jnp.minimum(size, 1.0))
 
 
 def make(

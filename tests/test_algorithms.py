@@ -1,0 +1,377 @@
+"""Each algorithm against equations 1 to 3 written out in numpy, over five training steps, and the batteries and limits."""
+
+import dataclasses
+import importlib
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import Chain, batch, largest_difference
+
+import pcx
+import pcx.nn as pxnn
+from pcx.algorithms import nudging
+from pcx.algorithms._common import warm_up_cosine
+
+DIMS = [5, 6, 4, 3]
+STEPS = 5
+
+
+class Numpy:
+    """A three-layer MLP (tanh, tanh, linear) with predictive coding by hand, in float64."""
+
+    def __init__(self, model, hyper, total_steps):
+        self.theta = [(np.array(layer.weight), np.array(layer.bias)) for layer in model.layers]
+        self.hyper, self.total, self.count = hyper, total_steps, 0
+        self.moments = [[(np.zeros_like(p), np.zeros_like(p)) for p in pair] for pair in self.theta]
+
+    def predict(self, h):
+        """Predictions of all nodes and the slopes of their activations, given h[0] = x and the values above."""
+        u, slope = [], []
+        for layer, (weight, bias) in enumerate(self.theta):
+            a = h[layer] @ weight.T + bias
+            last = layer == len(self.theta) - 1
+            u.append(a if last else np.tanh(a))
+            slope.append(np.ones_like(a) if last else 1 - np.tanh(a) ** 2)
+        return u, slope
+
+    def forward(self, x):
+        h = [x]
+        for layer in range(len(self.theta)):
+            h.append(self.predict([*h, *[np.zeros((len(x), d)) for d in DIMS[layer + 1 : -1]]])[0][layer])
+        return h
+
+    def delta(self, h, u, loss):
+        """∂E/∂u for every node."""
+        result = [u[i] - h[i + 1] for i in range(len(u))]
+        if loss == "ce":
+            p = np.exp(u[-1] - u[-1].max(1, keepdims=True))
+            result[-1] = p / p.sum(1, keepdims=True) * h[-1].sum(1, keepdims=True) - h[-1]
+        return result
+
+    def state_gradient(self, h, loss):
+        u, slope = self.predict(h)
+        delta = self.delta(h, u, loss)
+        gradient = []
+        for i in range(len(self.theta) - 1):
+            gradient.append(h[i + 1] - u[i] + (delta[i + 1] * slope[i + 1]) @ self.theta[i + 1][0])
+        return gradient
+
+    def settle(self, h, steps, loss, trace=None):
+        trace = [np.zeros_like(a) for a in h[1:-1]] if trace is None else trace
+        for _ in range(steps):
+            gradient = self.state_gradient(h, loss)
+            trace = [g + self.hyper.momentum_h * t for g, t in zip(gradient, trace, strict=True)]
+            h = [h[0], *[a - self.hyper.lr_h * t for a, t in zip(h[1:-1], trace, strict=True)], h[-1]]
+        return h, trace
+
+    def weight_gradient(self, h, loss):
+        u, slope = self.predict(h)
+        delta, n = self.delta(h, u, loss), len(h[0])
+        return [((d * s).T @ h[i] / n, (d * s).sum(0) / n) for i, (d, s) in enumerate(zip(delta, slope, strict=True))]
+
+    def backpropagation(self, x, y, loss):
+        h = self.forward(x)
+        u, slope = self.predict(h)
+        n, result = len(x), []
+        back = self.delta([*h[:-1], y], u, loss)[-1] * (2 if loss == "se" else 1)
+        for i in reversed(range(len(self.theta))):
+            back = back * slope[i]
+            result.append((back.T @ h[i] / n, back.sum(0) / n))
+            back = back @ self.theta[i][0]
+        return result[::-1]
+
+    def adamw(self, gradient, total):
+        """Decoupled weight decay 1e-8, 0.9, 0.999; warm-up from lr to 1.1 lr over a tenth, cosine to 0.1 lr."""
+        warm = int(0.1 * total) if total else 0
+        if total is None:
+            rate = self.hyper.lr_theta
+        elif self.count < warm:
+            rate = self.hyper.lr_theta * (1 + 0.1 * self.count / warm)
+        else:
+            share = (self.count - warm) / (total - warm)
+            rate = self.hyper.lr_theta * (0.1 + 0.5 * (1 + np.cos(np.pi * share)))
+        self.count += 1
+        for layer, pair in enumerate(gradient):
+            new = []
+            for i, g in enumerate(pair):
+                m, v = self.moments[layer][i]
+                m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+                self.moments[layer][i] = (m, v)
+                direction = (m / (1 - 0.9**self.count)) / (np.sqrt(v / (1 - 0.999**self.count)) + 1e-8)
+                p = self.theta[layer][i]
+                new.append(p - rate * (direction + self.hyper.weight_decay * p))
+            self.theta[layer] = tuple(new)
+
+
+def numpy_step(reference, name, x, y, epoch, memory):
+    """One training step of each algorithm, by hand."""
+    hyper, total = reference.hyper, reference.total
+    if name.startswith("bp"):
+        return reference.adamw(reference.backpropagation(x, y, hyper.loss), total)
+    h = reference.forward(x)
+    if name in ("pc_se", "pc_ce"):
+        h, _ = reference.settle([*h[:-1], y], hyper.T, hyper.loss)
+        return reference.adamw(reference.weight_gradient(h, hyper.loss), total)
+    if name in ("pn", "nn", "cn"):
+        sign = {"pn": 1, "nn": -1, "cn": {"+": 1, "-": -1}[hyper.signs[epoch]] if name == "cn" else 0}[name]
+        beta = sign * (hyper.beta + hyper.beta_ir * epoch)
+        h, _ = reference.settle([*h[:-1], h[-1] - beta * (h[-1] - y)], hyper.T, "se")
+        gradient = [(w / beta, b / beta) for w, b in reference.weight_gradient(h, "se")]
+        return reference.adamw(gradient, total)
+    if name == "ipc":
+        h, trace = [*h[:-1], y], None
+        for _ in range(hyper.T):
+            gradient = reference.weight_gradient(h, "se")
+            h, trace = reference.settle(h, 1, "se", trace)
+            reference.adamw(gradient, total * hyper.T)
+        return None
+    assert name == "mcpc"  # without noise: momentum is kept from batch to batch, values start at zero
+    h = [x, *[np.zeros_like(a) for a in h[1:-1]], y]
+    h, memory["trace"] = reference.settle(h, hyper.T, "se", memory.get("trace"))
+    return reference.adamw(reference.weight_gradient(h, "se"), None)
+
+
+CHANGES = {
+    "pc_se": {"T": 4, "lr_h": 0.1, "momentum_h": 0.3},
+    "pc_ce": {"T": 4, "lr_h": 0.1, "momentum_h": 0.3},
+    "pn": {"T": 4, "lr_h": 0.1, "momentum_h": 0.3, "beta": 0.4, "beta_ir": 0.05},
+    "nn": {"T": 4, "lr_h": 0.1, "momentum_h": 0.3, "beta": 0.4, "beta_ir": 0.05},
+    "cn": {"T": 4, "lr_h": 0.1, "momentum_h": 0.3, "beta": 0.4, "beta_ir": 0.05, "signs": "+-+--"},
+    "ipc": {"T": 4, "lr_h": 0.2, "momentum_h": 0.3},
+    "mcpc": {"T": 6, "lr_h": 0.1, "momentum_h": 0.3, "variance": 0.0},
+    "bp_se": {},
+    "bp_ce": {},
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_five_steps_against_numpy(name):
+    """Weights after five steps of the library equal those of the equations written out by hand."""
+    defaults, make = pcx.algorithms.get(name)
+    hyper = dataclasses.replace(defaults, lr_theta=3e-3, weight_decay=0.02, **CHANGES[name])
+    model = Chain(DIMS)
+    reference, memory = Numpy(model, hyper, 20), {}
+    algorithm = make(hyper, total_steps=20)
+    key = jax.random.key(0)
+    state, step = algorithm.init(model, *batch(5, 3), key), jax.jit(algorithm.step)
+    for i in range(STEPS):
+        x, y = batch(5, 3, seed=10 + i)
+        state, metrics = step(state, x, y, key, i)
+        before = reference.forward(np.asarray(x))[-1]
+        if name != "mcpc":
+            np.testing.assert_allclose(metrics.prediction, before, rtol=1e-9, atol=1e-9)
+        numpy_step(reference, name, np.asarray(x), np.asarray(y), i, memory)
+    for layer, (weight, bias) in zip(state.model.layers, reference.theta, strict=True):
+        np.testing.assert_allclose(layer.weight, weight, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(layer.bias, bias, rtol=0, atol=1e-10)
+
+
+def test_numpy_reference_would_notice():
+    """The bound of the comparison above is far below what one wrong detail does (here: momentum left out)."""
+    hyper = dataclasses.replace(pcx.algorithms.get("pc_se")[0], lr_theta=3e-3, **CHANGES["pc_se"])
+    x, y = (np.asarray(a) for a in batch(5, 3))
+    results = []
+    for momentum in (0.3, 0.0):
+        reference = Numpy(Chain(DIMS), dataclasses.replace(hyper, momentum_h=momentum), 20)
+        numpy_step(reference, "pc_se", x, y, 0, {})
+        results.append(reference.theta[0][0])
+    assert np.abs(results[0] - results[1]).max() > 1e-8
+
+
+@pytest.mark.parametrize("module", pcx.algorithms.modules(), ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+def test_battery(module):
+    pcx.check_algorithm(module)
+
+
+def test_battery_of_the_template():
+    pcx.check_algorithm(importlib.import_module("pcx.algorithms._template"))
+
+
+def test_battery_notices_a_broken_algorithm():
+    """An algorithm that drops its momentum between calls, changes a dtype or breaks an identity does not pass."""
+    good = importlib.import_module("pcx.algorithms.pc")
+
+    class Broken:
+        __name__, Hyper, VARIANTS, SEARCH = "broken", good.Hyper, {"pc_se": good.VARIANTS["pc_se"]}, good.SEARCH
+
+    def wrong_dtype(hyper, **options):
+        algorithm = good.make(hyper, **options)
+
+        def step(*arguments):
+            state, metrics = algorithm.step(*arguments)
+            return eqx.tree_at(lambda s: s.step, state, state.step.astype(float)), metrics
+
+        return algorithm._replace(step=step)
+
+    Broken.make = staticmethod(wrong_dtype)
+    with pytest.raises(AssertionError, match=r"structure, shapes or dtypes|dtypes|traced 2 times"):
+        pcx.check_algorithm(Broken)
+
+    def no_progress(hyper, **options):
+        algorithm = good.make(hyper, **options)
+        return algorithm._replace(step=lambda state, *rest: (state, algorithm.step(state, *rest)[1]))
+
+    Broken.make = staticmethod(no_progress)
+    with pytest.raises(AssertionError, match="advance"):
+        pcx.check_algorithm(Broken)
+
+    Broken.make, Broken.EQUILIBRIUM = staticmethod(good.make), {"pc_se": ({"T": 3, "lr_h": 0.1}, lambda hyper: 1.0)}
+    with pytest.raises(AssertionError, match="closed form"):
+        pcx.check_algorithm(Broken)
+
+
+def test_schedule_equals_optax():
+    """Warm-up and cosine as in optax, over a whole run and beyond."""
+    for total in (20, 137, 1000):
+        optax_schedule = optax.warmup_cosine_decay_schedule(2e-4, 2.2e-4, int(0.1 * total), total, 2e-5)
+        ours = warm_up_cosine(2e-4, total)
+        counts = np.arange(total + 5, dtype=float)
+        np.testing.assert_allclose([ours(c) for c in counts], [optax_schedule(c) for c in counts], rtol=1e-12)
+
+
+def bp_gradient_of_half_se(model, x, y):
+    """The gradient of ½ Σ (output - y)², mean over the batch, by plain JAX through the whole network."""
+
+    def loss(weights, rest):
+        output = jax.vmap(eqx.combine(weights, rest))(x)
+        return 0.5 * jnp.mean(jnp.sum((output - y) ** 2, axis=1))
+
+    weights = pcx.weights(model)
+    _, rest = eqx.partition(model, eqx.is_inexact_array)
+    return jax.grad(loss)(weights, rest)
+
+
+def settled_gradient(model, x, y, precision=None, **options):
+    settled = pcx.infer(model, x, {"vodes.2": y}, precision=precision, **options)
+    delta = lambda u: pcx.deltas(model, settled.values, u, precision=precision)  # noqa: E731
+    return pcx.weight_gradient(model, delta, settled.values, x)
+
+
+def test_limit_to_backpropagation_at_equilibrium():
+    """A weaker and weaker output precision ρ: the gradient at equilibrium over ρ tends to that of ½·SE, linearly in ρ."""
+    model = Chain(DIMS)
+    x, y = batch(5, 3)
+    expected = bp_gradient_of_half_se(model, x, y)
+    differences = []
+    for precision in (1e-3, 5e-4):
+        gradient = settled_gradient(model, x, y, {"vodes.2": precision}, optimiser=optax.sgd(0.3), steps=400)
+        differences.append(largest_difference(jax.tree.map(lambda g, p=precision: g / p, gradient), expected))
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
+    assert differences[0] < 5e-3 * scale
+    assert differences[1] == pytest.approx(differences[0] / 2, rel=0.02)
+
+
+def test_limit_to_backpropagation_for_small_steps():
+    """After T steps of a small rate γ, the gradient k edges from the output is C(T, k) γᵏ times that of ½·SE."""
+    model = Chain(DIMS)
+    x, y = batch(5, 3)
+    expected, rate, steps = bp_gradient_of_half_se(model, x, y), 1e-5, 7
+    gradient = settled_gradient(model, x, y, optimiser=optax.sgd(rate), steps=steps)
+    for layer, edges in ((2, 0), (1, 1), (0, 2)):
+        factor = math.comb(steps, edges) * rate**edges
+        np.testing.assert_allclose(gradient.layers[layer].weight / factor, expected.layers[layer].weight, rtol=0, atol=1e-4)
+
+
+# β at the settings, the first epoch at which it is clamped (hyperparameters.yaml, conventions_discriminative.beta_clamp)
+CLAMPED = [
+    (0.9, 5, "-"), (0.75, 13, "+"), (0.17877062530418192, 42, "-"), (0.32297201469734277, 34, "+"),
+    (0.15, 43, "-"), (0.1, 45, "-"), (0.25, 38, "+"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(("beta", "first", "direction"), CLAMPED)
+def test_strength_of_nudging(beta, first, direction, dtype):
+    """β grows by 0.02 per epoch; when it reaches 1 the reading of ``clamp`` decides."""
+    sign = 1.0 if direction == "+" else -1.0
+    at_end = {"plain": 1.0, "stay": sign, "always": 1.0}
+    for clamp, end in at_end.items():
+        hyper = nudging.Hyper(beta=jnp.asarray(beta, dtype), beta_ir=jnp.asarray(0.02, dtype), direction=direction, clamp=clamp)
+        values = [float(nudging.strength(hyper, jax.random.key(0), jnp.asarray(epoch))) for epoch in range(50)]
+        np.testing.assert_allclose(values[:first], sign * (beta + 0.02 * np.arange(first)), rtol=1e-5)
+        np.testing.assert_array_equal(values[first:], end)
+
+
+def test_signs_of_centred_nudging():
+    """The listed signs, then drawn ones; "random" draws all; the draw depends on the run's key and the epoch only."""
+    signs = "+++++-++---++---+------+-+---++----------+------"  # 48 of 50 epochs: VGG-5 on CIFAR-10
+    hyper = nudging.Hyper(beta=0.9, direction="±", signs=signs)
+    listed = [float(nudging.strength(hyper, jax.random.key(3), epoch)) for epoch in range(60)]
+    np.testing.assert_allclose(listed[:48], [0.9 if s == "+" else -0.9 for s in signs])
+    drawn = nudging.Hyper(beta=0.9, direction="±", signs="random")
+    random = [float(nudging.strength(drawn, jax.random.key(3), epoch)) for epoch in range(60)]
+    np.testing.assert_array_equal(np.sign(listed[48:]), np.sign(random[48:]))
+    assert set(np.sign(random)) == {1.0, -1.0}
+    other = [float(nudging.strength(drawn, jax.random.key(4), epoch)) for epoch in range(60)]
+    assert random != other
+    full = nudging.Hyper(beta=1.0, direction="±", signs="+-")
+    assert [float(nudging.strength(full, jax.random.key(0), e)) for e in range(2)] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("pc_se", {"lr_h": float("nan")}, "lr_h is nan"),
+        ("ipc", {"lr_theta": -1.0}, "lr_theta is -1.0"),
+        ("pn", {"beta": 0.0}, "beta is 0.0"),
+        ("nn", {"clamp": "maybe"}, "clamp is 'maybe'"),
+        ("cn", {"signs": "+-x"}, "signs is"),
+        ("mcpc", {"form": "third_order"}, "form is 'third_order'"),
+        ("bp_se", {"weight_decay": float("inf")}, "weight_decay is inf"),
+    ],
+)
+def test_settings_are_checked(name, changes, what):
+    with pytest.raises(pcx.ModelError, match=what):
+        dataclasses.replace(pcx.algorithms.get(name)[0], **changes)
+
+
+def test_unknown_algorithm():
+    with pytest.raises(pcx.ModelError, match="pc_se"):
+        pcx.algorithms.get("pcse")
+
+
+class OneLatent(pcx.EnergyModule):
+    """h ~ N(0, 1), y ~ N(w h, 1): the smallest generative model."""
+
+    def __init__(self, weight):
+        self.latent = pcx.Vode((1,), mean=jnp.zeros(1))
+        self.layer = eqx.tree_at(lambda m: m.weight, pxnn.Linear(1, 1, bias=False), jnp.full((1, 1), weight))
+        self.output = pcx.Vode((1,))
+
+    def __call__(self):
+        return self.output(self.layer(self.latent()))
+
+
+@pytest.mark.parametrize("form", ["first_order", "heavy_ball", "second_order"])
+def test_mcpc_samples_a_gaussian_posterior(form):
+    """The last values of many parallel chains have the mean and variance of the discretised chain.
+
+    The posterior is N(w y / (1 + w²), σ² / (1 + w²)). With energy ½ a (h - μ)², a = 1 + w², the chain (h - μ, r) is
+    z ← A z + b N, and its covariance solves C = A C Aᵀ + b bᵀ. Bounds: five standard errors, √(v/n) and v √(2/n).
+    """
+    weight, y, rate, keep, noise, chains = 1.5, 2.0, 0.1, 0.6, 0.7, 20_000
+    a = 1 + weight**2
+    if form == "first_order":
+        transition, kick = np.array([[1 - rate * a]]), np.array([[np.sqrt(2 * rate * noise)]])
+    elif form == "heavy_ball":  # r ← a h + n + m r; h ← h - γ r
+        scale = np.sqrt(2 * noise * (1 - keep) / rate)
+        transition, kick = np.array([[1 - rate * a, -rate * keep], [a, keep]]), np.array([[-rate * scale], [scale]])
+    else:  # r ← (1 - γ(1-m)) r - γ a h + n; h ← h + γ r
+        scale, drag = np.sqrt(2 * (1 - keep) * rate * noise), 1 - rate * (1 - keep)
+        transition, kick = np.array([[1 - rate**2 * a, rate * drag], [-rate * a, drag]]), np.array([[rate * scale], [scale]])
+    size = len(transition)
+    covariance = np.linalg.solve(np.eye(size**2) - np.kron(transition, transition), (kick @ kick.T).reshape(-1))
+    variance = covariance.reshape(size, size)[0, 0]
+    hyper = dataclasses.replace(pcx.algorithms.get("mcpc")[0], lr_h=rate, momentum_h=keep, variance=noise, T=400, form=form)
+    dynamics = importlib.import_module("pcx.algorithms.mcpc").dynamics(hyper, jax.random.key(0))
+    settled = jax.jit(
+        lambda: pcx.infer(OneLatent(weight), None, {"output": jnp.full((chains, 1), y)}, optimiser=dynamics, steps=400)
+    )()
+    sample = np.asarray(settled.values["latent"])[:, 0]
+    assert abs(sample.mean() - weight * y / a) < 5 * np.sqrt(variance / chains)
+    assert abs(sample.var() - variance) < 5 * variance * np.sqrt(2 / chains)
