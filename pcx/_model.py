@@ -92,7 +92,7 @@ class Module:
     _pcx_flags: Flags = Flags()
     _pcx_children: frozenset[str] = frozenset()
     _pcx_bound: "Binding | None" = None
-    _pcx_live: bool = False  # made inside a transform: may hold tracers
+    _pcx_live: Any = None  # made inside a transform (the state of its trace): may hold what is traced there
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -124,7 +124,7 @@ def _unflatten(cls: type, structure: Any, values: Sequence[Any]) -> Any:
     vars(module).update(_pcx_flags=flags, _pcx_children=frozenset(children))
     if isinstance(module, EnergyModule) and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
         for part in objects(values, Module):
-            part._pcx_live = True
+            part._pcx_live = get_opaque_trace_state()
     return module
 
 

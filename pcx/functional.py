@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from pcx._model import EnergyModule, Module, VodeParam, assign, kinds, objects, path_name, set_flags
 from pcx._types import ModelError
@@ -60,7 +61,7 @@ def _together(arrays: Sequence[Any], static: _Static) -> Any:
     source = iter(arrays)
     tree = jax.tree.unflatten(structure, [next(source) if yes else o for o, yes in zip(others, is_array, strict=True)])
     for module in objects(tree, Module):
-        module._pcx_live = True
+        module._pcx_live = get_opaque_trace_state()
     return tree
 
 
@@ -72,7 +73,7 @@ def _array_kinds(tree: Any) -> list[Any]:
 def _write_back(tracked: dict[str, Any], new: dict[str, Any]) -> None:
     for name, item in tracked.items():
         for module in objects(new[name], Module):
-            module._pcx_live = False
+            module._pcx_live = None
         assign(item, new[name])
 
 

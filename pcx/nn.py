@@ -16,6 +16,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 from pcx._model import Layer
@@ -188,7 +189,7 @@ class BatchNorm(Layer):
             if self.label in self._pcx_bound.state:
                 raise ModelError(f"layer {self.label} is called twice; its statistics belong to one place: use two layers.")
             self._pcx_bound.state[self.label] = new
-        elif self._pcx_flags.status == "init" and self._pcx_live:
+        elif self._pcx_flags.status == "init" and self._pcx_live == get_opaque_trace_state():
             vars(self).update(new)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 from pcx import _energies as energies
@@ -131,7 +132,7 @@ class Vode(_model.Vode):
 
     def _may_hold(self, value: Any) -> bool:
         """A model from outside a transform must not keep what is traced inside it."""
-        return self._pcx_live or not isinstance(value, jax.core.Tracer)
+        return not isinstance(value, jax.core.Tracer) or self._pcx_live == get_opaque_trace_state()
 
 
 class _Call:

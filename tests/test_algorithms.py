@@ -204,7 +204,8 @@ def test_battery_notices_a_broken_algorithm():
 
         def step(*arguments):
             state, metrics = algorithm.step(*arguments)
-            return eqx.tree_at(lambda s: s.step, state, state.step.astype(float)), metrics
+            weight = state.model.layers[0].weight
+            return eqx.tree_at(lambda s: s.model.layers[0].weight, state, weight.astype(jnp.float32)), metrics
 
         return algorithm._replace(step=step)
 
