@@ -43,7 +43,8 @@ squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), st
 """
 
 cross_entropy = Energy("cross_entropy", _cross_entropy_terms, stationary=False)
-"""``-Σ h log softmax(u)`` over all units: ``u`` are logits and ``h`` a distribution, such as a one-hot label.
+"""``-Σ h log softmax(u)``: ``u`` are logits (the softmax is over the last axis) and ``h`` a distribution, such as a one-hot
+label.
 
 >>> float(cross_entropy(jnp.array([0.0, 1.0]), jnp.array([0.0, 1000.0])))
 0.0
@@ -51,6 +52,12 @@ cross_entropy = Energy("cross_entropy", _cross_entropy_terms, stationary=False)
 
 zero = Energy("zero", lambda h, u: jnp.zeros((), u.dtype), stationary=True)
 """No energy: a root latent without a prior."""
+
+
+def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of this shape can be broadcast to the whole."""
+    pairs = zip(shape[::-1], whole[::-1], strict=False)
+    return len(shape) <= len(whole) and all(size in (1, target) for size, target in pairs)
 
 
 def weighted(energy: Callable[[Array, Array], Array], h: Array, u: Array, precision: Any, name: str) -> Array:
@@ -65,6 +72,6 @@ def weighted(energy: Callable[[Array, Array], Array], h: Array, u: Array, precis
             f"the precision of node {name!r} has shape {precision.shape}, but its energy is a function of the user's "
             "that returns one number; give a scalar precision, or an `Energy` with terms."
         )
-    if jnp.broadcast_shapes(precision.shape, u.shape) != u.shape:
+    if not _fits(precision.shape, u.shape):
         raise ModelError(f"the precision of node {name!r} has shape {precision.shape}, but the node has shape {u.shape}.")
     return jnp.sum(precision * energy.terms(h, u))

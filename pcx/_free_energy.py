@@ -5,7 +5,7 @@ prediction, energies and gradients are all readings of it. Values, inputs and pr
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -92,7 +92,7 @@ def run(
     its prediction. So ``run(model, {}, x)`` is the forward pass, and with all values given it is prediction: all
     ``u_l = f_l(h_parents)`` at once. ``x`` is one input, a tuple of several, or None.
     """
-    return execute(model, values, x, errors or {}, {}, key, training, batch)[0]
+    return execute(model, values, x, errors or {}, {}, key, training, batch)
 
 
 def execute(
@@ -104,15 +104,15 @@ def execute(
     key: Key,
     training: bool,
     batch: int | None,
-) -> tuple[Run, frozenset[str]]:
-    """`run`, with rules for nodes that start by themselves; also says which nodes are roots."""
+) -> Run:
+    """`run`, with rules for nodes that start by themselves."""
     refuse_shared(model)
     both = sorted(set(values) & set(errors))
     if both:
         raise ModelError(f"node {both[0]!r} is given a value and an error; give one of them.")
     for name, vode in named(model, Vode).items():
-        if name in errors and vode.energy_function is cross_entropy:
-            raise ModelError(f"node {name!r} has cross-entropy, where h - u is no error; give it a value.")
+        if name in errors:
+            _refuse_cross_entropy(name, vode.energy_function)
     n = batch_size(x, values, errors, batch=batch)
     dtype = weight_dtype(model)
     inputs = jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a,
@@ -120,7 +120,6 @@ def execute(
     keys = None if key is None else jax.random.split(key, n)
     given = {name: _batched(part, n) for name, part in values.items()}
     wrong = {name: jnp.asarray(part) for name, part in errors.items()}
-    roots: set[str] = set()
 
     def one(given: Any, wrong: Any, inputs: tuple[Any, ...], key: Key) -> Any:
         rules = {
@@ -133,14 +132,21 @@ def execute(
         if unseen:
             raise ModelError(f"node {unseen[0]!r} is given a value, but the model never calls it.")
         check_overwritten(binding, model, inputs)
-        roots.update(name for name, visit in binding.visits.items() if visit.root)
         seen = binding.visits.items()
+        roots = [name for name, visit in seen if visit.root]
         arrays = eqx.filter(output, eqx.is_array)
-        return (Nodes({k: v.value for k, v in seen}), Nodes({k: v.prediction for k, v in seen}), arrays), binding.state
+        new_values = Nodes({name: visit.value for name, visit in seen}, roots)
+        predictions = Nodes({name: visit.prediction for name, visit in seen}, roots)
+        return (new_values, predictions, arrays), binding.state
 
     mapped = jax.vmap(one, in_axes=0, out_axes=(0, None), axis_name="batch", axis_size=n)
     (run_values, predictions, output), state = mapped(given, wrong, inputs, keys)
-    return Run(run_values, predictions, output, state), frozenset(roots)
+    return Run(run_values, predictions, output, state)
+
+
+def _refuse_cross_entropy(name: str, energy: Any) -> None:
+    if energy is cross_entropy:
+        raise ModelError(f"node {name!r} has cross-entropy, where h - u is no error; give it a value.")
 
 
 def _node_key(key: Key, index: int) -> Key:
@@ -197,7 +203,7 @@ def initialise(
     ``init`` is one rule for all nodes or a mapping from names to rules; a node that is not named follows its own
     ``Vode(init=…)``, and without one starts at its prediction.
     """
-    return begin(model, x, observed, init, key, training, batch)[0].values
+    return begin(model, x, observed, init, key, training, batch).values
 
 
 def begin(
@@ -208,8 +214,8 @@ def begin(
     key: Key,
     training: bool,
     batch: int | None,
-) -> tuple[Run, frozenset[str]]:
-    """The run that initialises all nodes, and which of them are roots."""
+) -> Run:
+    """The run that initialises all nodes."""
     n = batch_size(x, observed, batch=batch)
     shapes = jax.eval_shape(lambda: run(model, {}, x, key=key, training=training, batch=n).predictions)
     starts = {name: function for name, function in start_rules(model, init).items() if function is not forward}
@@ -239,11 +245,11 @@ class Objective(NamedTuple):
     energy: Mapping[str, Callable[[Array, Array], Array]] = {}
     precision: Mapping[str, Any] = {}
 
-    def factors(self, model: Any, names: Iterable[str], roots: frozenset[str], step: Any) -> dict[str, Factor]:
+    def factors(self, model: Any, nodes: Nodes[Any], step: Any) -> dict[str, Factor]:
         """The factors of the free energy that belong to these nodes, at this step of inference."""
-        nodes, result = named(model, Vode), {}
-        for name in names:
-            own = zero if name in roots and nodes[name].mean is None else nodes[name].energy_function
+        vodes, result = named(model, Vode), {}
+        for name in nodes:
+            own = zero if name in nodes.roots and vodes[name].mean is None else vodes[name].energy_function
             precision = self.precision.get(name)
             result[name] = Factor(self.energy.get(name, own), precision(step) if callable(precision) else precision)
         return result
@@ -283,8 +289,10 @@ def energies(
     per unit, or a function of the inference step.
     """
     objective = make_objective(model, energy, precision)
-    done, roots = execute(model, values, x, errors or {}, {}, key, training, batch)
-    return factor_energies(objective.factors(model, done.values, roots, step), done.values, done.predictions)
+    for name in errors or {}:
+        _refuse_cross_entropy(name, objective.energy.get(name))
+    done = execute(model, values, x, errors or {}, {}, key, training, batch)
+    return factor_energies(objective.factors(model, done.values, step), done.values, done.predictions)
 
 
 def free_energy(model: Any, values: Observations, x: Any = None, **options: Any) -> Float[Array, " batch"]:
@@ -333,8 +341,8 @@ def graph(model: Any, x: Any = None) -> Graph:
     parents = dependencies(model, first)
     count = batch_size(x) if as_inputs(x) else 1
     done = jax.eval_shape(lambda: run(model, {}, x, batch=count))
-    nodes = named(model, Vode)
-    labels = {name: getattr(nodes[name].energy_function, "__name__", str(nodes[name].energy_function)) for name in parents}
+    factors = Objective().factors(model, done.predictions, 0)
+    labels = {name: getattr(factor.energy, "__name__", str(factor.energy)) for name, factor in factors.items()}
     return Graph(parents, Nodes({n: tuple(u.shape[1:]) for n, u in done.predictions.items()}), Nodes(labels))
 
 

@@ -20,6 +20,7 @@ from pcx._free_energy import (
     execute,
     factor_energies,
     freeze_state,
+    graph,
     make_objective,
     observe,
     start_rules,
@@ -75,16 +76,20 @@ def infer(
     objective = make_objective(model, energy, precision)
     given = {name: part for name, part in (observed or {}).items() if not callable(part)}
     batch = batch_size(x, given, values, batch=batch)
-    start, roots = begin(model, x, given, init, key, training, batch)
+    start = begin(model, x, given, init, key, training, batch)
     fixed = observe(model, given, start.values)
     if values is not None:
-        start, roots = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
+        start = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
     for name in (observed or {}).keys() - given.keys():
+        if name not in graph(model, x).sinks:
+            raise ModelError(
+                f"node {name!r} is fixed to a function of its prediction, but other nodes read it; give it a value."
+            )
         target = {name: observed[name](start.predictions[name])}  # type: ignore[index]
         fixed |= observe(model, target, start.values)
         start = start._replace(values=start.values | fixed)
     frozen = freeze_state(model, start.state)
-    task = _Task(frozen, x, key, training, batch, objective, roots, start, fixed, shortcuts)
+    task = _Task(frozen, x, key, training, batch, objective, start, fixed, shortcuts)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
     at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward} - set(fixed)
     return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction)
@@ -101,17 +106,16 @@ class _Task:
         training: bool,
         batch: int,
         objective: Objective,
-        roots: frozenset[str],
         start: Run,
         fixed: Mapping[str, Any],
         shortcuts: Shortcuts,
     ):
-        self.model, self.objective, self.roots, self.start, self.batch = model, objective, roots, start, batch
-        self.context = {"x": x, "key": key, "training": training}
+        self.model, self.objective, self.start, self.batch = model, objective, start, batch
+        self.context = (x, key, training)
         self.fixed = fixed
         self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
         self.shortcuts = shortcuts
-        factors = objective.factors(model, start.values, roots, 0)
+        factors = objective.factors(model, start.values, 0)
         self.energies = {name: factor.energy for name, factor in factors.items()}
         self.factors = [n for n, f in self.energies.items() if not (isinstance(f, Energy) and f.name == "zero")]
         self.program: Program | None = None
@@ -125,15 +129,13 @@ class _Task:
 
     def predictions(self, values: Nodes[Array], names: list[str]) -> Nodes[Array]:
         if self.program is None:
-            done = execute(
-                self.model, values, self.context["x"], {}, {}, self.context["key"], self.context["training"], self.batch
-            )
-            return done[0].predictions
+            x, key, training = self.context
+            return execute(self.model, values, x, {}, {}, key, training, self.batch).predictions
         moving = [name for name in names if name not in self.constants]
         return self.program.predict(values, moving, stacks=self.stacks) | self.constants.only(names)
 
     def energy_of(self, values: Nodes[Array], step: Any, names: list[str]) -> Nodes[Float[Array, " batch"]]:
-        factors = self.objective.factors(self.model, names, self.roots, step)
+        factors = self.objective.factors(self.model, self.start.values.only(names), step)
         return factor_energies(factors, values, self.predictions(values, names))
 
     def gradient(self, values: Nodes[Array], step: Any, active: list[str], targets: list[str]) -> Nodes[Array]:
@@ -166,6 +168,7 @@ class _Task:
         at_prediction: set[str],
     ) -> Inferred:
         values, free = self.start.values, self.start.values.only(self.free)
+        _check_state(optimiser, free, state)
         lazy = ZeroAware(optimiser, free)
         note = (lambda step, values: None) if record is None else lambda s, v: record(s, v, self.energy_of(v, s, self.factors))
         if tolerance is not None:
@@ -252,6 +255,17 @@ class _Task:
             trace = _join(trace, rest)
         values, state, _, _, count, _, last = carry
         return Inferred(values, self.start, state, count, first, last, trace, frozenset(self.factors))
+
+
+def _check_state(optimiser: optax.GradientTransformation, free: Nodes[Array], state: Any) -> None:
+    if state is None:
+        return
+    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(s)] for s in (jax.eval_shape(optimiser.init, free), state)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(
+            f"optimiser_state belongs to other values: it has shapes {shapes[1]}, these need {shapes[0]}; "
+            "a state can only go on with the same model, observations and batch size."
+        )
 
 
 def _stack(items: list[Any]) -> Any:

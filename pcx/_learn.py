@@ -32,13 +32,14 @@ def deltas(
     step: Any = 0,
 ) -> Nodes[Array]:
     """``∂E/∂u`` for the nodes in ``predictions``: minus the error, for squared error."""
-    factors = make_objective(model, energy, precision).factors(model, predictions, frozenset(), step)
+    given = predictions if isinstance(predictions, Nodes) else Nodes(predictions)
+    factors = make_objective(model, energy, precision).factors(model, given, step)
 
     def total(predictions: Nodes[Array]) -> Array:
         parts = factor_energies(factors, values, predictions)
         return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros(()))
 
-    return jax.grad(total)(Nodes(predictions))
+    return jax.grad(total)(given)
 
 
 def weight_gradient(
@@ -64,7 +65,7 @@ def weight_gradient(
         if name not in nodes:
             raise ModelError(f"the model has no node {name!r}; near: {near(name, nodes)}.")
     weights, rest = partition(model)
-    full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n)[0].values
+    full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n).values
     program = Program(model, full, x, key, training)
 
     def predictions(weights: M) -> Nodes[Array]:
@@ -105,7 +106,7 @@ def train_step(
     learned: dict[str, Nodes[Array]] = {}
 
     def delta(u: Nodes[Array]) -> Nodes[Array]:
-        factors = make_objective(model, **objective).factors(model, u, frozenset(), steps)
+        factors = make_objective(model, **objective).factors(model, u, steps)
         learned["energies"] = factor_energies(factors, inferred.values, u)
         return deltas(model, inferred.values, u, step=steps, **objective)
 

@@ -32,6 +32,16 @@ def near(name: str, names: Iterable[str]) -> str:
     return ", ".join(close) if close else "none"
 
 
+class _Roots(frozenset[str]):
+    """A set that does not take part in the comparison of trees."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, frozenset)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Nodes(Mapping[str, T]):
     """An immutable mapping from node names to anything; a pytree that keeps its order.
@@ -42,10 +52,11 @@ class Nodes(Mapping[str, T]):
     Nodes({'vodes.2': 3, 'vodes.10': 2})
     """
 
-    __slots__ = ("_items",)
+    __slots__ = ("_items", "roots")
 
-    def __init__(self, items: Mapping[str, T] | Iterable[tuple[str, T]] = ()):
+    def __init__(self, items: Mapping[str, T] | Iterable[tuple[str, T]] = (), roots: Iterable[str] = ()):
         self._items = dict(items)
+        self.roots = _Roots(roots)  # the nodes that were called without a prediction
 
     def __getitem__(self, name: str) -> T:
         try:
@@ -66,19 +77,20 @@ class Nodes(Mapping[str, T]):
         return f"Nodes({self._items!r})"
 
     def __or__(self, other: Mapping[str, T]) -> "Nodes[T]":
-        return Nodes({**self._items, **other})
+        return Nodes({**self._items, **other}, self.roots)
 
     def only(self, names: Iterable[str]) -> "Nodes[T]":
         """The entries with these names, in the order of this mapping."""
         wanted = set(names)
-        return Nodes({name: item for name, item in self._items.items() if name in wanted})
+        return Nodes({name: item for name, item in self._items.items() if name in wanted}, self.roots)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, T]], tuple[str, ...]]:
-        return [(jax.tree_util.DictKey(n), v) for n, v in self._items.items()], tuple(self._items)
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, T]], Any]:
+        return [(jax.tree_util.DictKey(n), v) for n, v in self._items.items()], (tuple(self._items), self.roots)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], items: Iterable[T]) -> "Nodes[T]":
-        return cls(zip(names, items, strict=True))
+    def tree_unflatten(cls, structure: Any, items: Iterable[T]) -> "Nodes[T]":
+        names, roots = structure
+        return cls(zip(names, items, strict=True), roots)
 
 
 class Observed(NamedTuple):

@@ -53,7 +53,8 @@ def second_order_langevin(learning_rate: Any, momentum: Any, variance: Any = 1.0
 
     ``r ← r - γ ∇E - γ (1 - m) r + √(2 (1 - m) γ) N``, then ``h ← h + γ r``.
 
-    The paper prints ``+γ ∇E``, which would climb; and updating both at once from the old state is unstable.
+    The paper prints ``+γ ∇E``, which would climb. Updating both at once from the old state is unstable where the curvature
+    ``a`` of the energy has ``γ a > 1 - m``.
     """
     rate, keep, variance = jnp.asarray(learning_rate), jnp.asarray(momentum), jnp.asarray(variance)
 

@@ -15,6 +15,12 @@ from pcx._types import ModelError, near
 from pcx.algorithms._common import Algorithm as Algorithm
 from pcx.algorithms._common import Metrics as Metrics
 from pcx.algorithms._common import State as State
+from pcx.algorithms._common import adamw as adamw
+from pcx.algorithms._common import check_positive as check_positive
+from pcx.algorithms._common import metrics_of as metrics_of
+from pcx.algorithms._common import observations as observations
+from pcx.algorithms._common import step_key as step_key
+from pcx.algorithms._common import stream as stream
 from pcx.algorithms._common import warm_up_cosine as warm_up_cosine
 
 

@@ -1,5 +1,6 @@
 """What all algorithms share: the shape of an algorithm, of its state and of its metrics, and the weight optimiser."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def check_positive(hyper: Any, *names: str, allow_zero: bool = True) -> None:
         if isinstance(value, jax.core.Tracer) or jnp.ndim(value) > 0:
             continue
         if not (value >= 0 if allow_zero else value > 0) or value == float("inf"):
-            raise ModelError(f"{type(hyper).__module__}: {name} is {value}; it is a finite number, not below zero.")
+            raise ModelError(f"{name} is {value}; it is a finite number {'of at least' if allow_zero else 'above'} zero.")
 
 
 def observations(model: Any, x: Any, y: Any, output: str | None) -> tuple[str, dict[str, Any]]:
@@ -95,6 +96,11 @@ def metrics_of(energies: Mapping[str, Array], energy: Any, label: Array, predict
     return Metrics(Nodes({name: jnp.mean(part) for name, part in energies.items()}), loss, prediction)
 
 
+def stream(key: Key, name: str) -> Key:
+    """A key of the run for one purpose, such as the noise or the steps; streams with different names do not meet."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
 def step_key(key: Key, step: Any) -> Key:
     """The key of one training step."""
-    return jax.random.fold_in(key, step)
+    return jax.random.fold_in(stream(key, "step"), step)

@@ -10,12 +10,12 @@ Reference: Oliviers et al. 2024. To generate, call `pcx.infer` with the same opt
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import optax
 
 from pcx import optim
 from pcx._energies import squared_error
+from pcx._free_energy import run
 from pcx._infer import infer
 from pcx._learn import train_step
 from pcx._model import weights
@@ -29,9 +29,8 @@ from pcx.algorithms._common import (  # fmt: skip
     metrics_of,
     observations,
     step_key,
+    stream,
 )
-
-NOISE_STREAM = 0x4C  # the stream of the run's key that the noise starts from
 
 
 class Hyper(eqx.Module):
@@ -100,7 +99,7 @@ def make(
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
         _, observed = observations(model, x, y, output)
-        noise = jax.random.fold_in(key, NOISE_STREAM)
+        noise = stream(key, "noise")
         start = infer(model, x, observed, optimiser=dynamics(hyper, noise), steps=0, init=hyper.init, key=key, **options)
         return State(model, optimiser.init(weights(model)), start.optimiser_state, jnp.zeros((), jnp.int32))
 
@@ -122,7 +121,9 @@ def make(
             **options,
         )
         settled = done.inferred
-        metrics = metrics_of(done.energies, squared_error, settled.values[name], settled.forward.predictions[name])
+        batch = settled.steps.shape[0]
+        forward = run(state.model, {}, x, key=step_key(key, state.step), training=True, batch=batch).predictions[name]
+        metrics = metrics_of(done.energies, squared_error, settled.values[name], forward)
         return State(done.model, done.optimiser_state, settled.optimiser_state, state.step + 1), metrics
 
     return Algorithm(init, step)

@@ -34,9 +34,8 @@ from pcx.algorithms._common import (  # fmt: skip
     metrics_of,
     observations,
     step_key,
+    stream,
 )
-
-SIGN_STREAM = 0x51  # the stream of the run's key from which CN draws the sign of an epoch
 
 
 class Hyper(eqx.Module):
@@ -71,7 +70,7 @@ SEARCH = {
     "momentum_h": ("grid", 0.0, 1.0, 0.05),
     "lr_theta": ("log", 1e-5, 3e-4),
     "weight_decay": ("log", 1e-5, 1e-2),
-    "beta": ("grid", 0.0, 1.0, 0.05),
+    "beta": ("grid", 0.05, 1.0, 0.05),
     "beta_ir": ("choice", 0.02, 0.0),
 }
 
@@ -89,7 +88,7 @@ def sign_of_epoch(hyper: Hyper, key: Key, epoch: Any) -> Any:
     """+1 or -1: the direction of nudging in an epoch."""
     if hyper.direction != "±":
         return 1.0 if hyper.direction == "+" else -1.0
-    own = jax.random.fold_in(jax.random.fold_in(key, SIGN_STREAM), epoch)
+    own = jax.random.fold_in(stream(key, "sign"), epoch)
     drawn = jnp.where(jax.random.bernoulli(own), 1.0, -1.0)
     if hyper.signs in ("random", ""):
         return drawn

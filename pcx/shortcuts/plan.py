@@ -43,13 +43,14 @@ class Program:
             batch = jax.tree.leaves(values)[0].shape[0]
             return run(eqx.combine(arrays, static), values, x, key=key, training=training, batch=batch).predictions
 
-        self.closed = jax.make_jaxpr(predictions)(values, self.arrays, self.given)
+        self.closed, shapes = jax.make_jaxpr(predictions, return_shape=True)(values, self.arrays, self.given)
         self.jaxpr: Jaxpr = self.closed.jaxpr
-        self.outputs = dict(zip(values, self.jaxpr.outvars, strict=True))
+        self.roots = shapes.roots
+        self.outputs = dict(zip(shapes, self.jaxpr.outvars, strict=True))
         self.inputs = dict(zip(values, self.jaxpr.invars, strict=False))
         rest = len(self.jaxpr.invars) - len(values)
         labels = [frozenset([name]) for name in values] + [frozenset[str]()] * rest
-        self.parents = dict(zip(values, reach(self.jaxpr, labels), strict=True))
+        self.parents = dict(zip(shapes, reach(self.jaxpr, labels), strict=True))
         self.pieces = {name: cut(self.jaxpr, [var]) for name, var in self.outputs.items()}
         self.free_variables = {name: free_variables(piece, [self.outputs[name]]) for name, piece in self.pieces.items()}
         self.groups = self._equal_pieces()
@@ -96,7 +97,7 @@ class Program:
         lone = [name for name in wanted if name not in done]
         outputs = [self.outputs[name] for name in lone]
         done |= zip(lone, evaluate(self.jaxpr, cut(self.jaxpr, outputs), known, outputs), strict=True)
-        return Nodes({name: done[name] for name in wanted})
+        return Nodes({name: done[name] for name in wanted}, self.roots)
 
     def _predict_stacked(
         self, known: dict[Any, Any], group: list[str], members: list[str], weights: Sequence[Array | None]
