@@ -5,6 +5,7 @@ prediction, energies and gradients are all readings of it. Values, inputs and pr
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -154,8 +155,9 @@ def _node_key(key: Key, index: int) -> Key:
 
 
 def _call(bound: Any, binding: Binding, inputs: tuple[Any, ...]) -> Any:
+    takes_key = "key" in inspect.signature(type(bound).__call__).parameters  # for layers that want one, as in Equinox
     try:
-        return bound(*inputs)
+        return bound(*inputs, key=binding.key) if takes_key else bound(*inputs)
     except ModelError:
         raise
     except (TypeError, ValueError) as error:
