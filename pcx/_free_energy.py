@@ -25,6 +25,7 @@ from pcx._model import (
     check_overwritten,
     copy,
     dependencies,
+    failure,
     named,
     refuse_shared,
     weight_dtype,
@@ -161,12 +162,7 @@ def _call(bound: Any, binding: Binding, inputs: tuple[Any, ...]) -> Any:
     except ModelError:
         raise
     except (TypeError, ValueError) as error:
-        shapes = ", ".join(str(tuple(jnp.shape(leaf))) for leaf in jax.tree.leaves(inputs)) or "nothing"
-        after = f"after node {next(reversed(binding.visits))!r}" if binding.visits else "before its first node"
-        raise ModelError(
-            f"{type(bound).__name__} failed {after}, on one sample with input of shape {shapes}: {error} "
-            "(A model is written for one sample; inputs x have a batch axis in front of what it expects.)"
-        ) from error
+        raise failure(bound, inputs, next(reversed(binding.visits), None), error) from error
 
 
 def observe(model: Any, observed: Observations | None, shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,10 +335,10 @@ class Graph(NamedTuple):
 def graph(model: Any, x: Any = None) -> Graph:
     """The graph of a model, recovered from its program. Print it, or see `pcx.draw`."""
     refuse_shared(model)
-    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.result_type(a)), as_inputs(x))
-    parents = dependencies(model, first)
     count = batch_size(x) if as_inputs(x) else 1
     done = jax.eval_shape(lambda: run(model, {}, x, batch=count))
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.result_type(a)), as_inputs(x))
+    parents = dependencies(model, first)
     factors = Objective().factors(model, done.predictions, 0)
     labels = {name: getattr(factor.energy, "__name__", str(factor.energy)) for name, factor in factors.items()}
     return Graph(parents, Nodes({n: tuple(u.shape[1:]) for n, u in done.predictions.items()}), Nodes(labels))

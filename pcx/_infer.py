@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from pcx._energies import Energy
+from pcx._energies import zero
 from pcx._free_energy import (
     Objective,
     batch_size,
@@ -26,7 +26,7 @@ from pcx._free_energy import (
     start_rules,
 )
 from pcx._init import Init, forward
-from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts
+from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
 
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
@@ -80,6 +80,11 @@ def infer(
     fixed = observe(model, given, start.values)
     if values is not None:
         start = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
+    for name in [*((observed or {}).keys() - given.keys()), *(optimiser if isinstance(optimiser, Mapping) else ())]:
+        if name not in start.values:
+            raise ModelError(
+                f"the model has no node {name!r} to observe or to give an optimiser; near: {near(name, start.values)}."
+            )
     for name in (observed or {}).keys() - given.keys():
         if name not in graph(model, x).sinks:
             raise ModelError(
@@ -117,7 +122,7 @@ class _Task:
         self.shortcuts = shortcuts
         factors = objective.factors(model, start.values, 0)
         self.energies = {name: factor.energy for name, factor in factors.items()}
-        self.factors = [n for n, f in self.energies.items() if not (isinstance(f, Energy) and f.name == "zero")]
+        self.factors = [n for n, f in self.energies.items() if f is not zero]
         self.program: Program | None = None
         self.stacks: Any = None
         self.constants: Nodes[Array] = Nodes()

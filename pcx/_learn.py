@@ -18,6 +18,7 @@ from pcx._infer import infer
 from pcx._model import Vode, named, partition
 from pcx._types import Key, ModelError, Nodes, Trained, near
 from pcx.shortcuts.plan import Program
+from pcx.shortcuts.zeros import refuse_nan
 
 M = TypeVar("M")
 
@@ -80,6 +81,7 @@ def weight_gradient(
 def apply_gradient(model: M, gradient: M, optimiser: optax.GradientTransformation, state: Any) -> tuple[M, Any]:
     """One update of the weights by an optax optimiser."""
     weights, rest = partition(model)
+    refuse_nan(optimiser, weights, "weight")
     updates, state = optimiser.update(gradient, state, weights)
     return eqx.combine(eqx.apply_updates(weights, updates), rest), state
 

@@ -37,6 +37,10 @@ class StateParam:
     """Kind: a statistic that a layer keeps, such as a running mean; no gradient and no weight decay."""
 
 
+class TransientParam(StateParam):
+    """Kind: a statistic of the present batch only; it is not saved."""
+
+
 class VodeParam:
     """Kind: the value of a node, moved by inference."""
 
@@ -54,12 +58,13 @@ VodeParam.Cache = _Cache
 class Flags:
     """What a module knows beside its arrays. ``training`` and ``status`` are part of its identity under `jax.jit`.
 
-    In a tree of gradients or masks both are None, which equals anything: such a tree fits the model in every mode.
+    In a tree that optimisers are initialised with both are None, which equals anything: it fits the model in every mode.
+    ``batch`` is that of the energy whose gradient was taken last: on gradients, and on the model they belong to.
     """
 
     training: bool | None = False
     status: str | None = None
-    batch: int | None = None  # of gradients: how many samples the energy was averaged over
+    batch: int | None = None
     name: str | None = None  # of a vode: its path, its shape as recorded, whether it was called without a prediction
     shape: tuple[int, ...] | None = None
     root: bool = False
@@ -89,6 +94,7 @@ class Module:
 
     dynamic_fields: ClassVar[tuple[str, ...]] = ()  # always children, whatever they hold
     state_fields: ClassVar[tuple[str, ...]] = ()  # children of kind StateParam
+    transient_fields: ClassVar[tuple[str, ...]] = ()  # children of kind TransientParam
     _pcx_flags: Flags = Flags()
     _pcx_children: frozenset[str] = frozenset()
     _pcx_bound: "Binding | None" = None
@@ -267,6 +273,10 @@ def assign(old: Any, new: Any) -> Any:
         vars(old).clear()
         vars(old).update(fresh | kept)
         return old
+    if isinstance(old, eqx.Module) and type(old) is type(new) and objects(old, Module):
+        for field in dataclasses.fields(old):  # frozen, but it holds nodes, and those are tracked
+            object.__setattr__(old, field.name, assign(getattr(old, field.name), getattr(new, field.name)))
+        return old
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old[:] = [assign(o, n) for o, n in zip(old, new, strict=True)]
         return old
@@ -293,10 +303,10 @@ def kinds(tree: Any) -> list[type]:
             field = getattr(path[0], "name", None) if path else None
             if isinstance(part, Vode) and field in ("h", "cache"):
                 result.append(VodeParam if field == "h" else VodeParam.Cache)
-            elif (isinstance(part, Vode) and field == "mean" and not part.learn_mean) or (
-                isinstance(part, Module) and field in part.state_fields
-            ):
+            elif isinstance(part, Vode) and field == "mean" and not part.learn_mean:
                 result.append(StateParam)
+            elif isinstance(part, Module) and field in part.state_fields:
+                result.append(TransientParam if field in part.transient_fields else StateParam)
             else:
                 result.append(LayerParam if eqx.is_inexact_array(leaf) else _Other)
         return result
@@ -342,7 +352,7 @@ def refuse_shared(model: Any) -> None:
             if id(node) in seen:
                 twice.append(node)
             seen[id(node)] = node
-        return False
+        return isinstance(node, Vode)  # not inside: the value and the prediction of a node may be one array
 
     jax.tree.leaves(model, is_leaf=note)
     if twice:
@@ -423,7 +433,10 @@ def bind(model: M, rules: Mapping[str, Rule], training: bool = False, key: Key =
         if name not in known:
             raise ModelError(f"the model has no node {name!r}; near: {near(name, known)}.")
     bound = set_training(copy(model), training)
+    set_flags(bound, status=None)
     binding = Binding(rules, weight_dtype(model), key)
+    if isinstance(bound, Module):
+        bound._pcx_bound = binding
     for name, part in named(bound, (Vode, Layer)).items():
         part._pcx_bound, part._pcx_flags = binding, dataclasses.replace(part._pcx_flags, name=name)
     return bound, binding
@@ -462,6 +475,16 @@ def dependencies(model: Any, inputs: tuple[Any, ...]) -> Nodes[frozenset[str]]:
     return Nodes(zip(values, reach(program, labels), strict=True))
 
 
+def failure(model: Any, inputs: Any, after: str | None, error: Exception) -> ModelError:
+    """What to say when a model's own code fails."""
+    shapes = ", ".join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(inputs) if hasattr(leaf, "shape")) or "nothing"
+    place = f"after node {after!r}" if after else "before its first node"
+    return ModelError(
+        f"{type(model).__name__} failed {place}, on one sample with input of shape {shapes}: {error} "
+        "(A model is written for one sample; what pcx.run and pxf.vmap take has a batch axis in front.)"
+    )
+
+
 def check_overwritten(binding: Binding, model: Any, inputs: tuple[Any, ...]) -> None:
     """A node whose value a model sets after the call must not have been read in between."""
     parents = dependencies(model, inputs) if binding.overwritten else Nodes()
@@ -479,4 +502,6 @@ def refuse_readers(name: str, readers: Sequence[str]) -> None:
 
 def weights(model: M) -> M:
     """The weights of a model (None elsewhere): what a weight optimiser is initialised with."""
-    return partition(model)[0]
+    chosen = partition(model)[0]
+    set_flags(chosen, training=None, status=None, batch=None)
+    return chosen

@@ -5,6 +5,7 @@ only when it succeeds are the new arrays written into the caller's objects. An e
 Positional arguments are ordinary pytrees, as in JAX: a model among them can be called, but not changed in place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from pcx._model import EnergyModule, Module, VodeParam, assign, kinds, objects, path_name, set_flags
+from pcx._model import EnergyModule, LayerParam, Module, VodeParam, assign, kinds, objects, path_name, refuse_shared, set_flags
 from pcx._types import ModelError
 from pcx.utils import Mask
 
@@ -70,6 +71,13 @@ def _array_kinds(tree: Any) -> list[Any]:
     return [kind for leaf, kind in zip(jax.tree.leaves(tree), kinds(tree), strict=True) if _is_array(leaf)]
 
 
+def _refuse(tracked: dict[str, Any]) -> None:
+    """What no transform can track."""
+    for item in tracked.values():
+        if objects(item, EnergyModule):
+            refuse_shared(item)
+
+
 def _write_back(tracked: dict[str, Any], new: dict[str, Any]) -> None:
     for name, item in tracked.items():
         for module in objects(new[name], Module):
@@ -82,7 +90,8 @@ def _call(function: Function, args: Sequence[Any], tracked: dict[str, Any]) -> A
     models = [(i, arg, _identities(arg)) for i, arg in enumerate(args) if objects(arg, EnergyModule)]
     result = function(*args, **tracked)
     for i, arg, before in models:
-        changed = [name for name, leaf in _identities(arg).items() if before.get(name) is not leaf]
+        after, gone = _identities(arg), object()
+        changed = [name for name in before | after if before.get(name, gone) is not after.get(name, gone)]
         if changed:
             raise ModelError(
                 f"positional argument {i} is a model that was changed in place ({changed[0]}), and the change would be lost; "
@@ -93,7 +102,9 @@ def _call(function: Function, args: Sequence[Any], tracked: dict[str, Any]) -> A
 
 def _identities(tree: Any) -> dict[str, Any]:
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {path_name(p): leaf for (p, leaf), k in zip(pairs, kinds(tree), strict=True) if k is not VodeParam.Cache}
+    leaves = {path_name(p): leaf for (p, leaf), k in zip(pairs, kinds(tree), strict=True) if k is not VodeParam.Cache}
+    modes = {(m._pcx_flags.training, m._pcx_flags.status) for m in objects(tree, Module)}
+    return leaves | {f"mode {mode}": True for mode in modes}
 
 
 def jit(function: Function | None = None, *, static_argnums: int | Sequence[int] = ()) -> Any:
@@ -112,6 +123,7 @@ def jit(function: Function | None = None, *, static_argnums: int | Sequence[int]
 
     @functools.wraps(function)
     def call(*args: Any, **tracked: Any) -> Any:
+        _refuse(tracked)
         chosen = {i % len(args) for i in fixed} if args else set()
         static = _Static(tuple((i, args[i]) for i in sorted(chosen)))
         arrays, rest = _apart(tracked)
@@ -131,6 +143,8 @@ def value_and_grad(mask: Mask, *, has_aux: bool = False) -> Callable[[Function],
     def transform(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **tracked: Any) -> Any:
+            _refuse(tracked)
+            args = jax.tree.map(lambda leaf: leaf, args)  # copies of models: a change in place must not reach the caller's
             arrays, rest = _apart(tracked)
             wanted = [mask.matches(k) and eqx.is_inexact_array(a) for k, a in zip(_array_kinds(tracked), arrays, strict=True)]
             if not any(wanted):
@@ -142,8 +156,11 @@ def value_and_grad(mask: Mask, *, has_aux: bool = False) -> Callable[[Function],
             def scalar(chosen: list[Any], others: list[Any]) -> Any:
                 sources = {True: iter(chosen), False: iter(others)}
                 fresh = _together([next(sources[yes]) for yes in wanted], rest)
-                set_flags(fresh, batch=None)
+                set_flags(fresh, batch=1)
+                learning = [m for m in objects(fresh, Module) if mask.matches(LayerParam) and m._pcx_flags.status is None]
+                _set_status(learning, "learn")
                 result = _call(function, args, fresh)
+                _set_status(learning, None)
                 value, aux = result if has_aux else (result, None)
                 return value, (aux, _apart(fresh))
 
@@ -154,14 +171,21 @@ def value_and_grad(mask: Mask, *, has_aux: bool = False) -> Callable[[Function],
             parts = [next(source) if yes and next(positions) else None for yes in is_array]
             gradient = jax.tree.unflatten(structure, parts)
             updated = _together(*new)
+            modes = {name: [m._pcx_flags for m in objects(item, Module)] for name, item in updated.items()}
+            for name, item in gradient.items():
+                for module, flags in zip(objects(item, Module), modes[name], strict=True):
+                    module._pcx_flags = flags
             _write_back(tracked, updated)
-            batches = [m._pcx_flags.batch for m in objects(updated, EnergyModule) if m._pcx_flags.batch is not None]
-            set_flags(gradient, training=None, status=None, batch=batches[0] if batches else None)
             return ((value, aux) if has_aux else value), gradient
 
         return call
 
     return transform
+
+
+def _set_status(modules: Sequence[Module], status: str | None) -> None:
+    for module in modules:
+        module._pcx_flags = dataclasses.replace(module._pcx_flags, status=status)
 
 
 def grad(mask: Mask, *, has_aux: bool = False) -> Callable[[Function], Function]:
@@ -184,17 +208,19 @@ def vmap(
     mask: Mask | None = None, *, in_axes: Any = 0, out_axes: Any = 0, axis_name: str | None = None
 ) -> Callable[[Function], Function]:
     """Map over a batch. ``in_axes`` is for positional arguments; ``mask``, such as ``Mask(VodeParam, [None, 0])``, gives the
-    axis of each array of the keyword objects, before and after. Without a mask they are shared by all samples.
+    axis of each array of the keyword objects, before and after. Without a mask they are shared by all samples, and what
+    nodes get inside is stacked.
     """
 
-    def axis_of(kind: Any) -> int | None:
+    def axis_of(kind: Any, new: bool = False) -> int | None:
         if mask is None:
-            return None
+            return 0 if new and kind in (VodeParam, VodeParam.Cache) else None
         return mask.value(kind) if kind is not VodeParam.Cache or mask.matches(kind) else mask.value(VodeParam)
 
     def transform(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **tracked: Any) -> Any:
+            _refuse(tracked)
             arrays, rest = _apart(tracked)
             axes = [axis_of(k) for k in _array_kinds(tracked)]
             per_argument = tuple(in_axes) if isinstance(in_axes, list | tuple) else (in_axes,) * len(args)
@@ -205,12 +231,13 @@ def vmap(
                 set_flags(fresh, batch=size)
                 result = _call(function, args, fresh)
                 new, static = _apart(fresh)
-                new_axes = tuple(axis_of(k) for k in _array_kinds(fresh))
+                given = {id(array) for array in arrays}
+                new_axes = tuple(axis_of(k, id(a) not in given) for k, a in zip(_array_kinds(fresh), new, strict=True))
                 groups = {str(a): [v for v, axis in zip(new, new_axes, strict=True) if axis == a] for a in set(new_axes)}
                 places = _Static((static, new_axes))
                 return result, {str(a): groups.get(str(a), []) for a in possible}, places
 
-            possible = {axis_of(k) for k in (VodeParam, VodeParam.Cache, object)} | set(axes)
+            possible = {axis_of(k, True) for k in (VodeParam, VodeParam.Cache, object)} | set(axes)
             outs = (out_axes, {str(a): a for a in possible}, None)
             result, groups, places = jax.vmap(
                 one, in_axes=(per_argument, axes), out_axes=outs, axis_name=axis_name, axis_size=size
@@ -251,6 +278,7 @@ def scan(function: Function, length: int | None = None) -> Function:
 
     @functools.wraps(function)
     def call(carry: Any = None, xs: Any = None, **tracked: Any) -> Any:
+        _refuse(tracked)
         arrays, rest = _apart(tracked)
 
         def body(state: Any, x: Any) -> Any:
@@ -273,6 +301,7 @@ def while_loop(condition: Function, body: Function) -> Function:
 
     @functools.wraps(body)
     def call(carry: Any = None, **tracked: Any) -> Any:
+        _refuse(tracked)
         arrays, rest = _apart(tracked)
 
         def again(state: Any) -> Any:
@@ -297,6 +326,7 @@ def cond(if_true: Function, if_false: Function) -> Function:
 
     @functools.wraps(if_true)
     def call(predicate: Any, *operands: Any, **tracked: Any) -> Any:
+        _refuse(tracked)
         arrays, rest = _apart(tracked)
 
         def branch(function: Function) -> Function:

@@ -141,7 +141,8 @@ class BatchNorm(Layer):
     ``momentum`` is the share of the new batch in the running statistics.
     """
 
-    state_fields = ("running_mean", "running_variance", "batch_mean", "batch_variance")
+    state_fields = ("running_mean", "running_variance", "batch_mean", "batch_variance", "held_mean", "held_variance")
+    transient_fields = ("batch_mean", "batch_variance", "held_mean", "held_variance")
 
     def __init__(self, size: int, *, momentum: float = 0.1, epsilon: float = 1e-5, statistics: str = "forward",
                  axis_name: str = "batch", dtype: Any = None):  # fmt: skip
@@ -150,8 +151,10 @@ class BatchNorm(Layer):
         dtype = jnp.result_type(float) if dtype is None else dtype
         self.weight, self.bias = jnp.ones((size,), dtype), jnp.zeros((size,), dtype)
         self.running_mean, self.running_variance = jnp.zeros((size,), dtype), jnp.ones((size,), dtype)
-        self.batch_mean: Any = None
+        self.batch_mean: Any = None  # frozen by `pcx.freeze_state`
         self.batch_variance: Any = None
+        self.held_mean: Any = None  # frozen by the last call with STATUS.INIT
+        self.held_variance: Any = None
         self.momentum, self.epsilon, self.statistics, self.axis_name = momentum, epsilon, statistics, axis_name
 
     def __call__(self, x: Float[Array, "channels ..."]) -> Float[Array, "channels ..."]:
@@ -163,8 +166,10 @@ class BatchNorm(Layer):
         return x * scale.reshape(column) + (self.bias - mean * scale).reshape(column)
 
     def _statistics(self, x: Array) -> tuple[Array, Array]:
-        if self.statistics == "forward" and self.batch_mean is not None and self._pcx_flags.status != "init":
-            return self.batch_mean, self.batch_variance
+        surface = self._pcx_bound is None
+        mean, variance = (self.held_mean, self.held_variance) if surface else (self.batch_mean, self.batch_variance)
+        if self.statistics == "forward" and mean is not None and self._pcx_flags.status not in ("init", "learn"):
+            return mean, variance
         inside = tuple(range(1, x.ndim))
         try:
             mean = jax.lax.pmean(jnp.mean(x, axis=inside), self.axis_name)
@@ -179,18 +184,16 @@ class BatchNorm(Layer):
 
     def _keep(self, mean: Array, variance: Array, count: Any) -> None:
         unbiased = variance * (count / max(count - 1, 1))
-        new = {
+        running = {
             "running_mean": (1 - self.momentum) * self.running_mean + self.momentum * mean,
             "running_variance": (1 - self.momentum) * self.running_variance + self.momentum * unbiased,
-            "batch_mean": mean,
-            "batch_variance": variance,
         }
         if self._pcx_bound is not None:
             if self.label in self._pcx_bound.state:
                 raise ModelError(f"layer {self.label} is called twice; its statistics belong to one place: use two layers.")
-            self._pcx_bound.state[self.label] = new
+            self._pcx_bound.state[self.label] = {**running, "batch_mean": mean, "batch_variance": variance}
         elif self._pcx_flags.status == "init" and self._pcx_live == get_opaque_trace_state():
-            vars(self).update(new)
+            vars(self).update(running, held_mean=mean, held_variance=variance)
 
 
 class Dropout(Layer):

@@ -23,7 +23,9 @@ from pcx._model import (
     LayerParam,
     StateParam,
     VodeParam,
+    abstract,
     dependencies,
+    failure,
     named,
     one_hot,
     refuse_readers,
@@ -68,12 +70,14 @@ class Vode(_model.Vode):
     ):
         super().__init__(shape, energy, init, mean=mean, learn_mean=learn_mean)
         self.h: Any = None
-        self.cache: dict[str, Any] = {}
+        self.cache: dict[str, Any] = {"u": None}
 
     def __call__(self, u: Any = None) -> Array:
         """Give the node its prediction and get its value: ``set("u", u)``, then ``get("h")``."""
         if self._pcx_bound is not None:
             return super().__call__(u)
+        if _current:
+            _current[-1].visit(self)
         self._note(root=u is None)
         u = self.prior(jnp.result_type(float)) if u is None else jnp.asarray(u)
         self.set("u", u)
@@ -108,19 +112,19 @@ class Vode(_model.Vode):
             self.h = value
         elif self._may_hold(value):
             self.cache = {"u": value}
-            self._pcx_call = _current[-1].called(self) if _current else None
+            self._pcx_call = _current[-1] if _current else None
         return None
 
     def energy(self) -> Float[Array, ""]:
         """The energy of the last call."""
-        if "u" not in self.cache:
+        if self.cache.get("u") is None:
             raise ModelError(f"{self.label} has no prediction; call the model before asking for its energy.")
         function = energies.zero if self._pcx_flags.root and self.mean is None else self.energy_function
         return jnp.asarray(function(self.get("h"), self.cache["u"]))
 
     @property
     def _dtype(self) -> Any:
-        known = self.cache.get("u", self.h)
+        known = self.cache.get("u") if self.cache.get("u") is not None else self.h
         return jnp.result_type(float) if known is None else known.dtype
 
     def _check_name(self, name: str) -> None:
@@ -136,35 +140,59 @@ class Vode(_model.Vode):
 
 
 class _Call:
-    """One call of a model: with which inputs, and which vode it reached last."""
+    """One call of a model: with inputs of which shapes, in which trace, and which vodes it has reached."""
 
     def __init__(self, model: "EnergyModule", inputs: tuple[Any, ...]):
-        self.model, self.inputs = model, inputs
-        self.last: Vode | None = None
+        self.model, self.inputs, self.trace = model, abstract(inputs), get_opaque_trace_state()
+        self.visited: list[Vode] = []
+        self.before = [(v, v.h, v.cache, v._pcx_flags, v._pcx_call) for v in named(model, Vode).values()]
 
-    def called(self, vode: Vode) -> "_Call":
-        self.last = vode
-        return self
+    def visit(self, vode: Vode) -> None:
+        if any(vode is other for other in self.visited):
+            raise ModelError(f"{vode.label} is called twice; a node holds one value: use one vode per call.")
+        if get_opaque_trace_state() != self.trace:
+            raise ModelError(
+                f"{vode.label} is called inside a scan, cond, checkpoint, jit or another transform of the model; "
+                "call nodes in the model's own __call__, transform only layers."
+            )
+        self.visited.append(vode)
 
     def refuse_if_read(self, vode: Vode) -> None:
         """A node that was called last has not been read by another; for others, ask the graph."""
         name = next((n for n, v in named(self.model, Vode).items() if v is vode), None)
-        if self.last is not vode and name is not None:
+        if self.visited[-1] is not vode and name is not None:
             parents = dependencies(self.model, self.inputs)
             refuse_readers(name, [child for child, its in parents.items() if name in its])
+
+    def undo(self) -> None:
+        """Leave the nodes as they were before a call that failed."""
+        for vode, h, cache, flags, call in self.before:
+            vode.h, vode.cache, vode._pcx_flags, vode._pcx_call = h, cache, flags, call
 
 
 _current: list[_Call] = []
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's ``__call__``, with its nodes counted, its failures explained and undone."""
+
     @functools.wraps(function)
     def call(self: "EnergyModule", *args: Any, **kwargs: Any) -> Any:
-        if _current:
+        if _current or self._pcx_bound is not None:
             return function(self, *args, **kwargs)
-        _current.append(_Call(self, args))
+        watch = _Call(self, args)
+        _current.append(watch)
         try:
             return function(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            watch.undo()
+            if isinstance(error, ModelError):
+                raise
+            last = watch.visited[-1]._pcx_flags.name if watch.visited else None
+            raise failure(self, args, last, error) from error
+        except BaseException:
+            watch.undo()
+            raise
         finally:
             _current.pop()
 

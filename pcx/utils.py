@@ -18,9 +18,21 @@ import optax
 import safetensors
 import safetensors.numpy
 
-from pcx._model import LayerParam, Module, StateParam, VodeParam, assign, kinds, objects, path_name, set_flags
+from pcx._model import (
+    LayerParam,
+    Module,
+    StateParam,
+    TransientParam,
+    VodeParam,
+    assign,
+    kinds,
+    objects,
+    path_name,
+    refuse_shared,
+    set_flags,
+)
 from pcx._types import ModelError
-from pcx.shortcuts.zeros import has_nan
+from pcx.shortcuts.zeros import refuse_nan
 
 M = TypeVar("M")
 Kind = type | types.UnionType | tuple[Any, ...] | Callable[[Any], bool]
@@ -108,7 +120,7 @@ def clear(model: Any, kind: Kind) -> None:
     mask = Mask(kind)
     for vode in objects(model, Module):
         if hasattr(vode, "cache") and mask.matches(VodeParam.Cache):
-            vode.cache = {}
+            vode.cache = {"u": None}
             vode._pcx_call = None  # type: ignore[attr-defined]
         if hasattr(vode, "h") and mask.matches(VodeParam):
             vode.h = None
@@ -146,7 +158,9 @@ class Optim(Module):
         return chosen
 
     def init(self, model: Any) -> None:
-        self.state = self.init_function(self.parameters(model))
+        parameters = self.parameters(model)
+        refuse_nan(optax.GradientTransformation(self.init_function, self.update_function), parameters, "given")
+        self.state = self.init_function(parameters)
 
     def clear(self) -> None:
         self.state = None
@@ -157,6 +171,7 @@ class Optim(Module):
         ``scale_by_batch_size`` undoes the mean over the batch: gradients are multiplied by the number of samples of the
         energy they come from, which is 1 where the model ran without a batch.
         """
+        refuse_shared(model)
         parameters = self.parameters(model)
         slopes = _named_leaves(gradients)
         missing = [name for name in parameters if name not in slopes]
@@ -166,9 +181,6 @@ class Optim(Module):
         slopes = {name: slopes[name] * batch if batch != 1 else slopes[name] for name in parameters}
         if self.state is None:
             self.init(model)
-            if has_nan(jax.make_jaxpr(self.update_function)(slopes, self.state, parameters)):
-                self.clear()
-                raise ModelError("the optimiser multiplies by NaN; check its learning rate.")
         try:
             updates, state = self.update_function(slopes, self.state, parameters)
         except (ValueError, TypeError) as error:
@@ -195,7 +207,7 @@ def _batch_of(gradients: Any) -> int:
 def _saved(model: Any, kind: Kind) -> dict[str, Any]:
     mask = Mask(kind)
     pairs = zip(_named_leaves(model).items(), kinds(model), strict=True)
-    return {name: leaf for (name, leaf), k in pairs if mask.matches(k) and eqx.is_array(leaf)}
+    return {name: leaf for (name, leaf), k in pairs if mask.matches(k) and k is not TransientParam and eqx.is_array(leaf)}
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
@@ -218,6 +230,9 @@ def save_params(model: Any, path: str | Path, kind: Kind = (LayerParam, StatePar
             file.write(safetensors.numpy.save(arrays, metadata))
             file.flush()
             os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # a temporary file is for its owner only
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

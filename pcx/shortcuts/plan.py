@@ -23,7 +23,7 @@ from jaxtyping import Array
 from pcx._free_energy import run
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
-from pcx.shortcuts.zeros import ZERO, NotZero, has_nan, materialise, propagate_zeros
+from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3
 
@@ -58,7 +58,7 @@ class Program:
     def _equal_pieces(self) -> list[list[str]]:
         groups: dict[Any, list[str]] = {}
         for name, piece in self.pieces.items():
-            text = _signature(piece, self.free_variables[name], self.outputs[name])
+            text = _signature(self.jaxpr, piece, self.free_variables[name], self.outputs[name])
             if "dot_general" in text and "conv_general_dilated" not in text:
                 groups.setdefault(text, []).append(name)
         return [group for group in groups.values() if len(group) >= SMALLEST_STACK]
@@ -120,8 +120,8 @@ class Program:
         return {name: result[i] for i, name in enumerate(members)}
 
 
-def _signature(piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:
-    """A text that is equal for two pieces exactly if they are the same program on inputs of the same shapes."""
+def _signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:
+    """A text that is equal for two pieces only if they are the same program, with the same derivative, on the same shapes."""
     number = {var: f"v{i}:{var.aval}" for i, var in enumerate(free)}
 
     def text(atom: Any) -> str:
@@ -129,16 +129,35 @@ def _signature(piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> s
             return f"{atom.val!r}:{atom.aval}"
         return number.setdefault(atom, f"v{len(number)}:{atom.aval}")
 
-    def parameter(value: Any) -> str:
+    def parameter(value: Any, rules: bool) -> str:
         if isinstance(value, ClosedJaxpr):
             return f"{value.jaxpr}{[id(const) for const in value.consts]}"
-        return getattr(value, "__name__", type(value).__name__) if callable(value) else str(value)
+        if rules and not isinstance(value, bool | int | str | tuple):
+            return "rule"  # told apart by the derivative
+        return f"{id(value)}" if callable(value) else str(value)
 
     lines = []
     for eqn in piece:
-        parameters = {name: parameter(value) for name, value in sorted(eqn.params.items())}
+        custom = eqn.primitive.name.startswith("custom_")
+        parameters = {name: parameter(value, custom) for name, value in sorted(eqn.params.items())}
         lines.append(f"{eqn.primitive.name}{parameters}({[*map(text, eqn.invars)]})->{[*map(text, eqn.outvars)]}")
-    return "\n".join([*map(text, free), *lines, text(output)])
+    whole = "\n".join([*map(text, free), *lines, text(output)])
+    return whole + _derivative(jaxpr, piece, free, output) if "custom_" in whole else whole
+
+
+def _derivative(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:
+    """The text of a piece's pull-back: a custom rule is opaque in the program, but written out in its derivative."""
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in free]
+    floats = [i for i, shape in enumerate(shapes) if jnp.issubdtype(shape.dtype, jnp.floating)]
+
+    def pull_back(operands: Sequence[Any], cotangent: Any) -> Any:
+        def function(*moving: Any) -> Any:
+            known = dict(zip(free, operands, strict=True)) | {free[i]: m for i, m in zip(floats, moving, strict=True)}
+            return evaluate(jaxpr, piece, known, [output])[0]
+
+        return jax.vjp(function, *(operands[i] for i in floats))[1](cotangent)
+
+    return str(jax.make_jaxpr(pull_back)(shapes, jax.ShapeDtypeStruct(output.aval.shape, output.aval.dtype)))
 
 
 def waves(
@@ -173,8 +192,7 @@ class ZeroAware:
         self.start = jax.make_jaxpr(optimiser.init)(values)
         self.state_shape = jax.eval_shape(optimiser.init, values)
         self.program = jax.make_jaxpr(optimiser.update)(values, self.state_shape, values)
-        if has_nan(self.program):
-            raise ModelError("the state optimiser multiplies by NaN; check its learning rate and momentum.")
+        refuse_nan(optimiser, values, "state")
 
     def init(self) -> list[Any]:
         return propagate_zeros(self.start, jax.tree.leaves(self.values))

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from pcx._jaxpr import evaluate, inside
+from pcx._types import ModelError
 
 
 def count(jaxpr: Jaxpr, primitives: Sequence[str] = ("dot_general", "conv_general_dilated")) -> int:
@@ -97,8 +98,8 @@ def _stays_zero(eqn: JaxprEqn, arguments: Sequence[Any]) -> bool:
         return all(zeros[1:])
     if name == "integer_pow":
         return zeros[0] and eqn.params["y"] > 0
-    if name == "div":
-        return zeros[0] and not zeros[1]
+    if name == "div" and zeros[0] and not zeros[1]:
+        return True
     if name in _INFINITE and any(zeros):
         raise NotZero(name)
     return (name in _KEEP and zeros[0]) or (name in _ALL and all(zeros)) or (name in _ANY and any(zeros))
@@ -147,6 +148,15 @@ def has_nan(closed: ClosedJaxpr) -> bool:
             return False
         return jnp.issubdtype(jnp.result_type(constant), jnp.floating) and bool(np.isnan(np.asarray(constant)).any())
 
-    literals = [atom.val for eqn in closed.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+    atoms = [atom for eqn in closed.jaxpr.eqns for atom in eqn.invars] + list(closed.jaxpr.outvars)
+    literals = [atom.val for atom in atoms if isinstance(atom, Literal)]
     inner = [program for eqn in closed.jaxpr.eqns if (program := inside(eqn)) is not None]
     return any(map(is_nan, [*literals, *closed.consts])) or any(map(has_nan, inner))
+
+
+def refuse_nan(optimiser: Any, parameters: Any, what: str) -> None:
+    """A learning rate that is NaN is found in the optimiser's program, before it is used."""
+    state = jax.eval_shape(optimiser.init, parameters)
+    programs = (jax.make_jaxpr(optimiser.init)(parameters), jax.make_jaxpr(optimiser.update)(parameters, state, parameters))
+    if any(map(has_nan, programs)):
+        raise ModelError(f"the {what} optimiser multiplies by NaN; check its learning rate and momentum.")
