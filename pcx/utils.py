@@ -222,12 +222,16 @@ def save_params(model: Any, path: str | Path, kind: Kind = (LayerParam, StatePar
     """Write the weights and layer statistics (or another kind) to one safetensors file, atomically, with a checksum."""
     arrays = {name: np.asarray(leaf) for name, leaf in _saved(model, kind).items()}
     metadata = {"pcx": json.dumps({"model": type(model).__name__, "sha256": _digest(arrays)})}
-    target = Path(path)
+    atomic_write(Path(path), safetensors.numpy.save(arrays, metadata))
+
+
+def atomic_write(target: Path, content: bytes) -> None:
+    """Write a file so that, whatever happens, either the old or the new one is there, and whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(safetensors.numpy.save(arrays, metadata))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)

@@ -1,0 +1,285 @@
+"""The engine: one epoch of a whole population as one compiled program.
+
+A population is several members (seeds, or settings) that train side by side: an axis that is mapped (``vmap``, one batched
+program) or looped over (``map``). The data set lies on the device as uint8; shuffling, gathering and augmentation are part of
+the program. Three ways to run an epoch are known (`MODES`); `choose_mode` measures once which is fastest here.
+"""
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+import pcx.algorithms
+from pcx._free_energy import output_node, run
+from pcx._types import Key, Nodes
+from pcx.algorithms import State, stream
+from pcx.algorithms._common import ENERGY
+from pcx.bench.config import Config
+from pcx.bench.tasks import build_model, make_algorithm, pipeline
+from pcx.data import DataSet, Split, augment, split_validation
+
+MODES = ("scan", "host", "host_unrolled")
+PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16"}
+EVALUATION_BATCH = 500
+
+
+class Health(NamedTuple):
+    """Of every member: whether it still trains, and else at which epoch, step and node (an index) its energy went wrong."""
+
+    alive: Bool[Array, " members"]
+    epoch: Int[Array, " members"]
+    step: Int[Array, " members"]
+    node: Int[Array, " members"]
+
+
+class Sums(NamedTuple):
+    """Of every member, over the steps of one epoch: energies per node, loss, and how many were right (top-1, top-5)."""
+
+    energies: Float[Array, "members nodes"]
+    loss: Float[Array, " members"]
+    top1: Float[Array, " members"]
+    top5: Float[Array, " members"]
+
+
+class Population(NamedTuple):
+    """Everything that an epoch changes."""
+
+    states: State
+    health: Health
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds: compiling, and of the last epoch training and evaluating."""
+
+    compile: float = 0.0
+    train: float = 0.0
+    evaluate: float = 0.0
+
+
+class Engine:
+    """Trains a population on one task. ``floats`` are the settings of each member, stacked; seeds are numbers."""
+
+    def __init__(self, config: Config, data: DataSet, seeds: list[int], mode: str = "scan", steps: int | None = None,
+                 sweep: dict[str, list[float]] | None = None):  # fmt: skip
+        if data.train is None:
+            raise ValueError(f"{data.name} has no training images here")
+        train = data.train if not config.train_limit else Split(*_head(data.train, config.train_limit))
+        held = split_validation(train, config.validation) if config.validation else (train, None)
+        self.config, self.mode, self.seeds = config, mode, seeds
+        self.members, self.classes = len(seeds), data.classes
+        self.train_set, self.splits = held[0], {"validation": held[1], "test": data.test}
+        self.pipeline = pipeline(config)
+        self.steps = steps or len(held[0]) // config.batch
+        if self.steps == 0:
+            raise ValueError(f"a batch of {config.batch} is larger than the {len(held[0])} samples to train on")
+        self.total_steps = (len(held[0]) // config.batch) * config.epochs
+        self.timing = Timing()
+        self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+        floats, self.static_hyper = eqx.partition(config.hyper, lambda leaf: isinstance(leaf, float))
+        self.floats = jax.tree.map(lambda value: jnp.full((self.members,), value), floats)
+        for name, values in (sweep or {}).items():
+            self.floats = eqx.tree_at(lambda h, n=name: getattr(h, n), self.floats, jnp.asarray(values, jnp.float32))
+        self.arrays = jax.device_put((np.asarray(held[0].images), np.asarray(held[0].labels)))
+        self.evaluation = {name: _padded(split) for name, split in self.splits.items() if split is not None}
+        sample = jax.eval_shape(self.pipeline.test, jax.ShapeDtypeStruct((1, *held[0].images.shape[1:]), held[0].images.dtype))
+        self.shape = tuple(sample.shape[1:])
+        with jax.default_matmul_precision(PRECISION[config.precision]):
+            jax.eval_shape(self._look)
+            self._build()
+
+    def _look(self) -> None:
+        """Find the names of the nodes, without computing anything."""
+        model = build_model(self.config, self.shape, self.classes, jax.random.key(0))
+        example = jnp.zeros((2, *self.shape))
+        self.output = output_node(model, example)
+        self.nodes = list(run(model, {}, example).values)
+
+    # --- one member, one step
+
+    def _algorithm(self, floats: Any) -> pcx.algorithms.Algorithm:
+        _, make = pcx.algorithms.get(self.config.algorithm)
+        parameters = inspect.signature(make).parameters
+        takes_unroll = "unroll" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        options = {"unroll": True} if self.mode == "host_unrolled" and takes_unroll else {}
+        return make_algorithm(
+            self.config, eqx.combine(floats, self.static_hyper), self.total_steps, output=self.output, **options
+        )
+
+    def _init_member(self, key: Key, floats: Any, arrays: Any) -> State:
+        model = build_model(self.config, self.shape, self.classes, stream(key, "weights"))
+        rows = jnp.arange(self.config.batch)
+        x = self.pipeline.test(arrays[0][rows])
+        return self._algorithm(floats).init(model, x, arrays[1][rows], key)
+
+    def _step_member(self, carry: Any, floats: Any, key: Key, arrays: Any, rows: Array, epoch: Array, step: Array) -> Any:
+        state, health, sums = carry
+        own = jax.random.fold_in(jax.random.fold_in(stream(key, "augmentation"), epoch), step)
+        labels = arrays[1][rows]
+        x = self.pipeline.train(own, arrays[0][rows])
+        new, metrics = self._algorithm(floats).step(state, x, labels, key, epoch)
+        energies = jnp.stack([metrics.energies[name] for name in self.nodes])
+        wrong = ~jnp.isfinite(energies) | (energies > self.config.energy_limit)
+        good = ~jnp.any(wrong) & jnp.isfinite(metrics.loss)
+        fell = health.alive & ~good
+        alive = health.alive & good
+        health = Health(
+            alive,
+            jnp.where(fell, epoch, health.epoch),
+            jnp.where(fell, step, health.step),
+            jnp.where(fell, jnp.argmax(wrong), health.node),
+        )
+        state = jax.tree.map(lambda a, b: _select(alive, a, b), new, state)
+        right = [_correct(metrics.prediction, labels, k) for k in (1, 5)]
+        part = Sums(energies, metrics.loss, *(jnp.sum(r).astype(jnp.float32) for r in right))
+        sums = jax.tree.map(lambda total, new: total + jnp.where(alive, new, 0).astype(total.dtype), sums, part)
+        return state, health, sums
+
+    def _epoch_member(self, state: State, health: Health, floats: Any, key: Key, arrays: Any, epoch: Array) -> Any:
+        order = augment.epoch_order(jax.random.fold_in(stream(key, "order"), epoch), len(self.train_set), self.config.batch)
+
+        def body(carry: Any, step: Array) -> Any:
+            return self._step_member(carry, floats, key, arrays, order[step], epoch, step), None
+
+        carry, _ = jax.lax.scan(body, (state, health, self._no_sums(())), jnp.arange(self.steps))
+        return carry
+
+    def _no_sums(self, lead: tuple[int, ...]) -> Sums:
+        return Sums(jnp.zeros((*lead, len(self.nodes)), jnp.float32), *(jnp.zeros(lead, jnp.float32) for _ in range(3)))
+
+    # --- the population
+
+    def _mapped(self, function: Callable[..., Any], shared: int) -> Callable[..., Any]:
+        """Over the members; the last ``shared`` arguments are the same for all."""
+
+        def call(*arguments: Any) -> Any:
+            own, rest = arguments[: len(arguments) - shared], arguments[len(arguments) - shared :]
+            if self.members == 1:
+                alone = function(*jax.tree.map(lambda a: a[0], own), *rest)
+                return jax.tree.map(lambda a: a[None], alone)
+            if self.config.population == "map":
+                return jax.lax.map(lambda own: function(*own, *rest), own)
+            return jax.vmap(function, in_axes=(0,) * len(own) + (None,) * shared)(*own, *rest)
+
+        return call
+
+    def _build(self) -> None:
+        self._init = jax.jit(self._mapped(lambda key, floats, arrays: self._init_member(key, floats, arrays), 1))
+        epoch = self._mapped(self._epoch_member, 2)
+        self._epoch = jax.jit(lambda population, *rest: epoch(*population, *rest), donate_argnums=0)
+        step = self._mapped(
+            lambda carry, floats, key, rows, *shared: self._step_member(carry, floats, key, shared[0], rows, *shared[1:]), 3
+        )
+        self._step = jax.jit(step, donate_argnums=0)
+        self._order = jax.jit(
+            self._mapped(
+                lambda key, epoch: augment.epoch_order(
+                    jax.random.fold_in(stream(key, "order"), epoch), len(self.train_set), self.config.batch
+                ),
+                1,
+            )
+        )
+        self._evaluate = jax.jit(self._mapped(self._evaluate_member, 1))
+        self._compiled: dict[str, Any] = {}
+
+    def _run(self, name: str, function: Any, *arguments: Any) -> Any:
+        """Call a compiled program; the first call compiles, and its seconds are counted apart."""
+        if name not in self._compiled:
+            start = time.perf_counter()
+            with jax.default_matmul_precision(PRECISION[self.config.precision]):
+                self._compiled[name] = function.lower(*arguments).compile()
+            self.timing.compile += time.perf_counter() - start
+        return self._compiled[name](*arguments)
+
+    def init(self) -> Population:
+        """Fresh weights from every member's key."""
+        states = self._run("init", self._init, self.keys, self.floats, self.arrays)
+        never = (jnp.full((self.members,), -1, jnp.int32) for _ in range(3))  # three arrays: each is donated
+        return Population(states, Health(jnp.ones((self.members,), bool), *never))
+
+    def epoch(self, population: Population, number: int) -> tuple[Population, dict[str, np.ndarray]]:
+        """Train every living member for one epoch; the population that went in is used up."""
+        before = self.timing.compile
+        start = time.perf_counter()
+        at = jnp.asarray(number, jnp.int32)
+        if self.mode == "scan":
+            states, health, sums = self._run("epoch", self._epoch, population, self.floats, self.keys, self.arrays, at)
+        else:
+            order = self._run("order", self._order, self.keys, at)
+            carry = (*population, self._no_sums((self.members,)))
+            for i in range(self.steps):
+                shared = (self.arrays, at, jnp.asarray(i, jnp.int32))
+                carry = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
+            states, health, sums = carry
+        sums = jax.device_get(sums)
+        self.timing.train = time.perf_counter() - start - (self.timing.compile - before)
+        seen = self.steps * self.config.batch
+        metrics = {
+            "train_loss": sums.loss / self.steps,
+            "train_top1": sums.top1 / seen,
+            "train_top5": sums.top5 / seen,
+            "train_energies": sums.energies / self.steps,
+        }
+        return Population(states, health), metrics
+
+    def _evaluate_member(self, state: State, batches: Any) -> Any:
+        images, labels, mask = batches
+
+        def body(total: Any, batch: Any) -> Any:
+            images, labels, mask = batch
+            u = run(state.model, {}, self.pipeline.test(images)).predictions[self.output]
+            target = jax.nn.one_hot(labels, self.classes, dtype=u.dtype)
+            loss = jax.vmap(ENERGY[getattr(self.config.hyper, "loss", "se")])(target, u)
+            parts = (loss, _correct(u, labels, 1), _correct(u, labels, 5))
+            return jax.tree.map(lambda t, p: t + jnp.sum(jnp.where(mask, p, 0)), total, parts), None
+
+        zero = jnp.zeros(())
+        total, _ = jax.lax.scan(body, (zero, zero, zero), (images, labels, mask))
+        return total
+
+    def evaluate(self, population: Population, split: str) -> dict[str, np.ndarray]:
+        """Loss and accuracies of every member on a whole split."""
+        before, start = self.timing.compile, time.perf_counter()
+        total = self._run(f"evaluate {split}", self._evaluate, population.states, self.evaluation[split])
+        loss, top1, top5 = (np.asarray(part) / len(self.splits[split]) for part in total)  # type: ignore[arg-type]
+        self.timing.evaluate = time.perf_counter() - start - (self.timing.compile - before)
+        return {f"{split}_loss": loss, f"{split}_top1": top1, f"{split}_top5": top5}
+
+
+def _head(split: Split, count: int) -> tuple[Any, Any]:
+    return split.images[:count], None if split.labels is None else split.labels[:count]
+
+
+def _padded(split: Split) -> Any:
+    """A split as batches on the device, the last one filled up and masked."""
+    rows, mask = augment.padded_batches(len(split), min(EVALUATION_BATCH, len(split)))
+    return jax.device_put((split.images[rows], np.asarray(split.labels)[rows], mask))
+
+
+def _select(alive: Array, new: Array, old: Array) -> Array:
+    """The new value while a member is alive, the old one afterwards; keys have no select of their own."""
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        data = jnp.where(alive, jax.random.key_data(new), jax.random.key_data(old))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    return jnp.where(alive, new, old)
+
+
+def _correct(output: Array, labels: Array, k: int) -> Array:
+    """Whether the label is among the k largest outputs."""
+    if k >= output.shape[-1]:
+        return jnp.ones(labels.shape, bool)
+    if k == 1:
+        return jnp.argmax(output, axis=-1) == labels
+    return jnp.any(jax.lax.top_k(output, k)[1] == labels[:, None], axis=-1)
+
+
+def energies_by_name(nodes: list[str], row: np.ndarray) -> Nodes[float]:
+    return Nodes({name: float(value) for name, value in zip(nodes, row, strict=True)})

@@ -1,0 +1,124 @@
+"""A run's folder: config, one JSON line per epoch and seed, checkpoint, summary, curves; one process at a time.
+
+``config.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, ``summary.json``, ``curves.png``. Lines are written before the
+checkpoint that covers them; what is newer than the checkpoint is dropped when a run goes on, and made again.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from pcx._model import path_name
+from pcx.bench.config import Config
+from pcx.utils import atomic_write
+
+
+class RunError(Exception):
+    """A run cannot start or go on; the message says why and what to do."""
+
+
+class Folder:
+    """The files of one run. Use as a context: it is locked inside."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: Any = None
+
+    def __enter__(self) -> "Folder":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / "lock", "a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise RunError(f"{self.path} is in use by process {holder}; wait for it, or choose another --out.") from None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def open(self, config: Config, seeds: list[int], mode: str | None, quick: bool) -> str | None:
+        """Start or go on: the mode of the run before, or None. A folder that holds another run is refused."""
+        wanted = {"config": config.as_dict(), "seeds": seeds, "quick": quick}
+        file = self.path / "config.json"
+        if not file.exists():
+            atomic_write(file, json.dumps(wanted | {"digest": config.digest(), "mode": mode}, indent=2).encode())
+            return mode
+        found = json.loads(file.read_text())
+        for name, mine in (wanted["config"] | {"seeds": seeds, "quick": quick}).items():
+            theirs = {**found["config"], **found}.get(name)
+            if theirs != mine:
+                raise RunError(
+                    f"{self.path} holds another run: {name} is {theirs} there and {mine} here; choose another --out."
+                )
+        return found["mode"]
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def lines(self, last_epoch: int | None = None) -> list[dict[str, Any]]:
+        """The lines so far; with a last epoch, later ones (and a half-written one) are dropped for good."""
+        file = self.path / "metrics.jsonl"
+        kept = []
+        for text in file.read_text().splitlines() if file.exists() else []:
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if last_epoch is None or line["epoch"] <= last_epoch:
+                kept.append(line)
+        if last_epoch is not None:
+            atomic_write(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        return kept
+
+    def save(self, tree: Any, epoch: int, extra: dict[str, Any]) -> None:
+        """The population after an epoch, with everything needed to go on."""
+        arrays = {name: np.asarray(_plain(leaf)) for name, leaf in _leaves(tree).items()}
+        metadata = {"run": json.dumps({"epoch": epoch, **extra})}
+        atomic_write(self.path / "checkpoint.safetensors", safetensors.numpy.save(arrays, metadata))
+
+    def load(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The population of the checkpoint, in the structure of another one; None where there is none."""
+        file = self.path / "checkpoint.safetensors"
+        if not file.exists():
+            return None
+        try:
+            with safetensors.safe_open(file, framework="numpy") as opened:
+                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                extra = json.loads(opened.metadata()["run"])
+        except (safetensors.SafetensorError, KeyError, TypeError) as error:
+            raise RunError(f"{file} cannot be read ({error}); remove it to start this run anew.") from error
+        wanted, structure = _leaves(like), jax.tree.structure(like)
+        if wanted.keys() != found.keys() or any(_plain(wanted[n]).shape != found[n].shape for n in wanted):
+            raise RunError(f"{file} is of another program; remove {self.path} to start this run anew.")
+        leaves = [_like(jax.numpy.asarray(found[name]), leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(structure, leaves), extra
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _plain(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _like(array: Any, leaf: Any) -> Any:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+    return array

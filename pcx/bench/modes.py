@@ -1,0 +1,62 @@
+"""Which way of running an epoch is fastest here: measured once per device, version and kind of run, and remembered."""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import jax
+
+from pcx.bench.config import Config
+from pcx.bench.engine import MODES, Engine
+from pcx.data import DataSet
+from pcx.utils import atomic_write
+
+STEPS = 12
+
+
+def cache_folder() -> Path:
+    """``$PCX_CACHE``, else the platform's cache folder."""
+    base = os.environ.get("PCX_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) if os.environ.get("PCX_CACHE") else Path(base) / "pcx"
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between runs."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def choose_mode(config: Config, data: DataSet, seeds: list[int]) -> tuple[str, str]:
+    """The mode to use, and a sentence for the log that says why. On an accelerator an epoch is always one program."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return "scan", f"an epoch is one program on {device.device_kind}"
+    kind = {**config.as_dict(), "epochs": 0, "members": len(seeds), "device": device.device_kind, "jax": jax.__version__,
+            "cpus": os.cpu_count()}  # fmt: skip
+    name = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:16]
+    file = cache_folder() / "modes" / f"{name}.json"
+    if file.exists():
+        known = json.loads(file.read_text())
+        return known["mode"], f"epochs run as {known['mode']!r}, the fastest when it was measured ({_text(known['seconds'])})"
+    seconds = {mode: _measure(config, data, seeds, mode) for mode in MODES}
+    best = min(seconds, key=lambda mode: seconds[mode])
+    atomic_write(file, json.dumps({"mode": best, "seconds": seconds}).encode())
+    return best, f"epochs run as {best!r}, the fastest of {_text(seconds)}"
+
+
+def _measure(config: Config, data: DataSet, seeds: list[int], mode: str) -> float:
+    """Seconds per step, without compilation."""
+    engine = Engine(config, data, seeds, mode, steps=min(STEPS, len(data.train or ()) // config.batch))
+    population, _ = engine.epoch(engine.init(), 0)
+    times = []
+    for number in range(1, 4):
+        start = time.perf_counter()
+        population, _ = engine.epoch(population, number)
+        times.append(time.perf_counter() - start)
+    return min(times) / engine.steps
+
+
+def _text(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{mode} {1e3 * s:.2f} ms" for mode, s in seconds.items()) + " per step"

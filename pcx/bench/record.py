@@ -1,0 +1,69 @@
+"""Records: what was run, on what, with which result; one JSON line each, appended and never changed."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import pcx
+
+PROTOCOL = "final epoch, all seeds, whole test set; best_* is the best test epoch of each seed"
+
+
+def results_file() -> Path:
+    """Where records are kept: ``$PCX_RESULTS``, else ``results/records.jsonl`` below the present folder."""
+    return Path(os.environ.get("PCX_RESULTS", "results/records.jsonl"))
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(pcx.__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and commit. Where there is no git, ``$PCX_COMMIT`` may say which commit the files are of."""
+    commit = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "equinox", "optax", "numpy")
+    return {
+        "commit": commit or os.environ.get("PCX_COMMIT"),
+        "dirty": None if commit is None else bool(changed),
+        "versions": {"pcx": pcx.__version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "device": {"platform": device.platform, "kind": device.device_kind, "cpus": os.cpu_count()},
+    }
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add one line in one write, so that lines of two processes do not mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(record, sort_keys=True) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file; a line that is not one is named."""
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise ValueError(f"line {number} of {path} is not a record; remove it or restore the file.") from None
+    return records

@@ -1,0 +1,103 @@
+"""What one does with a data set: load it, split it, fetch it, ask what is here."""
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+from pcx._types import near
+from pcx.data import cache, embedded, formats, store
+from pcx.data._types import DataError, DataSet, Decoded, Split, Status
+from pcx.data.download import fetch_source
+from pcx.data.sources import EMBEDDED, NAMES, SOURCES, Source
+
+Root: TypeAlias = str | os.PathLike[str] | None
+VALIDATION_SEED = 0
+
+
+def names() -> list[str]:
+    """All data sets that can be loaded, here or not."""
+    return list(NAMES)
+
+
+def load(name: str, *, root: Root = None) -> DataSet:
+    """A data set from the files in ``root/<name>/``, else from the places that `status` lists.
+
+    Large arrays are mapped into memory from the cache and read-only.
+    """
+    if name in EMBEDDED:
+        return embedded.MAKE[name]()
+    found = store.find(_source(name), _path(root))
+    arrays, class_names = cache.read_or_make(found, lambda: _decode(found))
+    splits = {
+        split: Split(arrays[f"{split}_images"], arrays.get(f"{split}_labels"))
+        for split in ("train", "test")
+        if f"{split}_images" in arrays
+    }
+    return DataSet(name, splits.get("train"), splits["test"], len(class_names), class_names)
+
+
+def split_validation(split: Split, fraction: float | int) -> tuple[Split, Split]:
+    """Train and validation parts: validation is the last ``fraction`` of a fixed permutation."""
+    held_out = round(fraction * len(split))
+    if not 0 < held_out < len(split):
+        raise DataError(f"a validation fraction of {fraction} leaves one part of {len(split)} samples empty.")
+    order = embedded.permutation(len(split), VALIDATION_SEED)
+    train, validation = (
+        Split(split.images[part], None if split.labels is None else split.labels[part])
+        for part in (order[:-held_out], order[-held_out:])
+    )
+    return train, validation
+
+
+def fetch(name: str, *, root: Root = None, progress: bool = True) -> Path:
+    """Downloads what is missing of a data set and returns the folder that holds it."""
+    if name in EMBEDDED:
+        raise DataError(f"{name} needs no download: it comes with scikit-learn.")
+    return fetch_source(_source(name), _path(root), progress)
+
+
+def status() -> list[Status]:
+    """What is here of every data set. Files that were not decoded yet are read and checked: about a second per gigabyte."""
+    return [_status(name) for name in NAMES]
+
+
+def _status(name: str) -> Status:
+    if name in EMBEDDED:
+        made = embedded.MAKE[name]()
+        splits = {"train": made.train, "test": made.test}
+        counts = {split: len(part) for split, part in splits.items() if part is not None}
+        return Status(name, True, counts, 0, "", None, ())
+    places = store.places(name)
+    try:
+        found = store.find(SOURCES[name])
+        facts = cache.fingerprint(found)
+        counts = _counts(found, facts)
+    except DataError as error:
+        return Status(name, False, {}, 0, str(error), None, places)
+    return Status(name, True, counts, sum(int(fact["bytes"]) for fact in facts), "", found.folder, places)
+
+
+def _counts(found: store.Found, facts: list[cache.Facts]) -> dict[str, int]:
+    note = cache.about(found, facts)
+    if note is None:
+        shapes = {name: array.shape for name, array in _decode(found).arrays.items()}
+    else:
+        shapes = {name: tuple(entry["shape"]) for name, entry in note["arrays"].items()}
+    return {name.removesuffix("_images"): shape[0] for name, shape in shapes.items() if name.endswith("_images")}
+
+
+def _decode(found: store.Found) -> Decoded:
+    """The arrays of files whose checksums are right."""
+    for path in found.paths():
+        store.verify(path, found.source)
+    return formats.decode(found)
+
+
+def _source(name: str) -> Source:
+    if name not in SOURCES:
+        raise DataError(f"there is no data set {name!r}; known: {near(name, NAMES)}.")
+    return SOURCES[name]
+
+
+def _path(root: Root) -> Path | None:
+    return None if root is None else Path(root)

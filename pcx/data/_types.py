@@ -1,0 +1,71 @@
+"""What a data set is, what `status` says of one, and the one error of this package."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Shaped
+
+
+class DataError(Exception):
+    """Data is missing, corrupt or misnamed; the message says in one sentence which, where, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """Samples and their labels, in the order of the published files.
+
+    Images are uint8, channels first (digits: 0 to 16, all others: 0 to 255); points in space are float32 rows.
+    """
+
+    images: Shaped[np.ndarray, "count ..."]
+    labels: Int32[np.ndarray, " count"] | None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DataSet:
+    """A data set as published; ``train`` is None where only the test files are here, ``classes`` 0 without labels."""
+
+    name: str
+    train: Split | None
+    test: Split
+    classes: int
+    class_names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """One line of `pcx data`: samples per split and bytes of the files, or the reason why the set cannot be read."""
+
+    name: str
+    present: bool
+    splits: Mapping[str, int]
+    bytes: int
+    reason: str
+    folder: Path | None
+    places: tuple[Path, ...]
+
+
+class Stream(NamedTuple):
+    """An array that is decoded piece by piece, so that it never has to fit into memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+def stream(array: np.ndarray) -> Stream:
+    """An array that is already there, as a `Stream`."""
+    return Stream(array.shape, array.dtype, lambda: iter([array]))
+
+
+class Decoded(NamedTuple):
+    """What a reader makes of the published files: arrays by name, such as ``train_images``, and the class names."""
+
+    arrays: dict[str, Stream]
+    class_names: tuple[str, ...]
