@@ -9,6 +9,7 @@ every layer while the values of a trained network settle.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ class MLP(pcx.EnergyModule):
 
     def __init__(self, inputs: int = 64, width: int = 128, classes: int = 10):
         sizes = [inputs, width, width, width, classes]
-        self.layers = [pxnn.Linear(i, o) for i, o in zip(sizes[:-1], sizes[1:], strict=True)]
+        self.layers = [pxnn.Linear(i, o) for i, o in itertools.pairwise(sizes)]
         self.vodes = [pcx.Vode((size,)) for size in sizes[1:]]
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,90 @@
-class Result: ...
+"""The benchmark from Python: `train` returns arrays, a plot and a table, without a folder unless one is wanted."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pcx.data
+from pcx.bench import runs
+from pcx.bench.config import Config, set_values
+from pcx.bench.engine import Engine
+from pcx.bench.modes import choose_mode
+from pcx.bench.tasks import configure
 
 
-def train(): ...
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A trained population. Arrays are (seeds, epochs); a seed that stopped early ends in NaN."""
+
+    config: Config
+    seeds: list[int]
+    lines: list[dict[str, Any]]
+    population: Any = None
+
+    def array(self, metric: str = "test_top1") -> np.ndarray:
+        """A metric of every seed and epoch."""
+        result = np.full((len(self.seeds), self.config.epochs), np.nan)
+        for line in self.lines:
+            result[self.seeds.index(line["seed"]), line["epoch"] - 1] = line[metric]
+        return result
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Test accuracy of every seed and epoch."""
+        return self.array("test_top1")
+
+    def model(self, seed: int) -> Any:
+        """The trained model of a seed."""
+        import jax
+
+        index = self.seeds.index(seed)
+        return jax.tree.map(lambda a: a[index], self.population.states.model)
+
+    def table(self) -> str:
+        """The last epoch of every seed, and mean and deviation."""
+        rows = [f"{'seed':>6}  {'test top-1':>10}  {'test loss':>10}  epochs"]
+        last = {s: [line for line in self.lines if line["seed"] == s][-1] for s in self.seeds}
+        rows += [
+            f"{s:>6}  {100 * line['test_top1']:>9.2f}%  {line['test_loss']:>10.4f}  {line['epoch']:>6}"
+            for s, line in last.items()
+        ]
+        final = [100 * line["test_top1"] for line in last.values()]
+        return "\n".join([*rows, f"{'mean':>6}  {np.mean(final):>9.2f}% ± {np.std(final):.2f}"])
+
+    def plot(self, path: str | Path) -> Path:
+        """Write the curves of accuracy, loss and energy as a picture."""
+        from pcx.bench.plots import curves
+
+        curves(self.lines, self.config, Path(path))
+        return Path(path)
+
+
+def train(
+    task: str,
+    algorithm: str,
+    *,
+    seeds: int | Sequence[int] = 1,
+    sweep: dict[str, Sequence[float]] | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a task: ``train("digits/mlp", "pc_se", seeds=3, epochs=5)``. ``settings`` are those of ``pcx run --set``.
+
+    ``sweep`` gives a number of the algorithm, such as ``lr_h``, another value for every seed, side by side in one program.
+    With ``out``, the run has a folder, can be resumed, and is recorded.
+    """
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    config = set_values(configure(task, algorithm), settings)
+    data = pcx.data.load(config.dataset)
+    if out is not None:
+        runs.run(config, data, numbers, Path(out), report=lambda text: None)
+        lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+        return Result(config, numbers, lines)
+    mode, _ = choose_mode(config, data, numbers)
+    engine = Engine(config, data, numbers, mode, sweep={k: list(v) for k, v in (sweep or {}).items()})
+    done = list(runs.epochs(engine, engine.init(), 0, runs.Progress(len(numbers))))
+    return Result(config, numbers, [line for _, _, new in done for line in new], done[-1][1])

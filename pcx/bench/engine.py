@@ -87,7 +87,7 @@ class Engine:
         floats, self.static_hyper = eqx.partition(config.hyper, lambda leaf: isinstance(leaf, float))
         self.floats = jax.tree.map(lambda value: jnp.full((self.members,), value), floats)
         for name, values in (sweep or {}).items():
-            self.floats = eqx.tree_at(lambda h, n=name: getattr(h, n), self.floats, jnp.asarray(values, jnp.float32))
+            self.floats = dataclasses.replace(self.floats, **{name: jnp.asarray(values, jnp.float32)})
         self.arrays = jax.device_put((np.asarray(held[0].images), np.asarray(held[0].labels)))
         self.evaluation = {name: _padded(split) for name, split in self.splits.items() if split is not None}
         sample = jax.eval_shape(self.pipeline.test, jax.ShapeDtypeStruct((1, *held[0].images.shape[1:]), held[0].images.dtype))

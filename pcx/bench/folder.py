@@ -57,7 +57,7 @@ class Folder:
             atomic_write(file, json.dumps(wanted | {"digest": config.digest(), "mode": mode}, indent=2).encode())
             return mode
         found = json.loads(file.read_text())
-        for name, mine in (wanted["config"] | {"seeds": seeds, "quick": quick}).items():
+        for name, mine in {**config.as_dict(), "seeds": seeds, "quick": quick}.items():
             theirs = {**found["config"], **found}.get(name)
             if theirs != mine:
                 raise RunError(
@@ -115,10 +115,10 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _plain(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _like(array: Any, leaf: Any) -> Any:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     return array

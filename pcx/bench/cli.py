@@ -1,0 +1,228 @@
+"""The command line: run a task, print a table, list and fetch data."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Predictive coding networks: benchmark runs, tables and data.",
+    epilog="Start with: `pcx run digits/mlp --algorithm pc_se --epochs 5`",
+)
+data_app = typer.Typer(help="List the data sets that are here, or fetch one.", invoke_without_command=True)
+app.add_typer(data_app, name="data")
+
+RUN_HELP = """Train a task by an algorithm, evaluate it after every epoch, and record the result.
+
+TASK is dataset/model, such as mnist/mlp, or the name of a table (accuracy): then every cell that can run here and has no
+record yet is run, cheapest first.
+
+Examples:
+
+    pcx run digits/mlp --algorithm pc_se --epochs 5
+
+    pcx run mnist/mlp --algorithm ipc --seeds 5 --out runs/ipc
+
+    pcx run mnist/mlp --algorithm pc_se --set T=12 lr_h=0.02 --set batch=64
+
+Killed or stopped by Ctrl-C, the same command goes on where it was."""
+
+
+def fail(message: object) -> typer.Exit:
+    """One sentence on standard error, and a non-zero exit."""
+    print(f"error: {message}", file=sys.stderr)
+    return typer.Exit(2)
+
+
+@app.command(help=RUN_HELP)
+def run(
+    task: Annotated[str, typer.Argument(help="dataset/model, or the name of a table")],
+    pairs: Annotated[list[str] | None, typer.Argument(help="more name=value pairs", hidden=True)] = None,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", "-a", help="bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="how many seeds, from 0; they train side by side")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, any setting; several, or repeated")] = None,
+    out: Annotated[Path | None, typer.Option(help="the run's folder (default runs/TASK-ALGORITHM-…)")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16 products")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="two epochs on 2,000 images; never enters a table")] = False,
+) -> None:
+    from pcx.bench.config import ConfigError, parse_pairs
+    from pcx.bench.tables import TABLES
+
+    try:
+        settings: dict[str, Any] = parse_pairs([*(set_ or []), *(pairs or [])])
+        if quick:
+            settings = {"train_limit": 2000, "epochs": 2} | settings
+        settings |= {} if epochs is None else {"epochs": epochs}
+        settings |= {} if precision is None else {"precision": precision}
+        if seeds < 1:
+            raise ConfigError(f"--seeds is {seeds}; at least one seed is needed.")
+        if task in TABLES:
+            run_table(task, seeds, settings, quick)
+        elif algorithm is None:
+            raise ConfigError("name an algorithm: --algorithm pc_se (bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc).")
+        else:
+            run_cell(task, algorithm, seeds, settings, out, quick)
+    except ConfigError as error:
+        raise fail(error) from None
+
+
+def run_cell(task: str, algorithm: str, seeds: int, settings: dict[str, Any], out: Path | None, quick: bool) -> None:
+    import pcx.data
+    from pcx.bench import runs
+    from pcx.bench.folder import RunError
+    from pcx.bench.modes import use_compilation_cache
+    from pcx.bench.tasks import configure
+
+    config = configure(task, algorithm, **settings)
+    name = f"{config.dataset}-{config.model}-{algorithm}-{seeds}-{config.digest()}{'-quick' if quick else ''}"
+    path = out or Path("runs") / name
+    use_compilation_cache()
+    try:
+        data = pcx.data.load(config.dataset)
+        show = Bar(config.epochs, f"{task} {algorithm}")
+        with show:
+            summary = runs.run(config, data, list(range(seeds)), path, quick=quick, report=show.say, on_epoch=show.epoch)
+    except (pcx.data.DataError, RunError, ValueError) as error:
+        raise fail(error) from None
+    except (runs.Stopped, KeyboardInterrupt) as stop:
+        print(stop or f"stopped at once; the same command goes on from the last checkpoint in {path}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    final, best = summary["final"]["test_top1"], summary["best"]["test_top1"]
+    print(
+        f"{task} by {algorithm}: {100 * final['mean']:.2f} ± {100 * final['std']:.2f} % after the last epoch ({seeds} seeds), "
+        f"{100 * best['mean']:.2f} % at the best test epoch; {summary['seconds_per_epoch']:.2f} s per epoch"
+    )
+    print(f"{path}: config.json metrics.jsonl summary.json curves.png checkpoint.safetensors")
+    if len(summary["diverged"]) == seeds:
+        raise fail("every seed diverged; lower lr_h or lr_theta.")
+
+
+def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> None:
+    """All cells of a table that can run here and have no record, cheapest first."""
+    import pcx.data
+    import pcx.models
+    from pcx.bench import record
+    from pcx.bench.config import ConfigError
+    from pcx.bench.tables import rows_of
+
+    if table != "accuracy":
+        raise ConfigError(f"the cells of {table} cannot be run yet; accuracy can.")
+    here = {status.name for status in pcx.data.status() if status.present and "train" in status.splits}
+    rows = [row for row in rows_of(table, record.read(record.results_file())) if row.metric == "top1"]
+    missing = [row for row in rows if row.final_mean is None]
+    possible = [row for row in missing if row.model in pcx.models.names() and row.dataset in here]
+    print(f"{len(rows) - len(missing)} of {len(rows)} cells have a record; {len(possible)} can run here")
+    cost = {"bp_se": 1, "bp_ce": 1, "ipc": 4}
+    start = time.monotonic()
+    for done, row in enumerate(sorted(possible, key=lambda row: cost.get(row.algorithm, 2))):
+        if done:
+            left = (time.monotonic() - start) / done * (len(possible) - done)
+            print(f"{done} of {len(possible)} done, about {left / 60:.0f} minutes left")
+        run_cell(f"{row.dataset}/{row.model}", row.algorithm, seeds, settings, None, quick)
+
+
+class Bar:
+    """Progress of a run: a bar with loss, accuracy and time left on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int, title: str):
+        self.total, self.title = total, title
+        self.bar: Any = None
+        self.task: Any = None
+
+    def __enter__(self) -> "Bar":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            done, note = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[note]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn(), note)
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task(self.title, total=self.total, note="compiling")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def epoch(self, number: int, lines: list[dict[str, Any]]) -> None:
+        mean = {m: sum(line[m] for line in lines) / len(lines) for m in ("train_loss", "test_top1")} if lines else {}
+        note = f"loss {mean['train_loss']:.4f}  test {100 * mean['test_top1']:.2f} %" if mean else "no seed left"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=number, note=note)
+        else:
+            seconds = lines[0]["seconds"] if lines else 0.0
+            print(f"epoch {number}/{self.total}  {note}  {seconds:.2f} s", file=sys.stderr, flush=True)
+
+
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="accuracy, generative, memory, sampling or timing")],
+    format_: Annotated[str, typer.Option("--format", "-f", help="text, markdown or csv")] = "text",
+    records: Annotated[Path | None, typer.Option(help="file of records (default results/records.jsonl)")] = None,
+) -> None:
+    """Print a table of the paper, ours beside it: the last epoch (mean ± deviation over seeds), and the best test epoch.
+
+    Example: pcx table accuracy --format markdown
+    """
+    from pcx.bench import record
+    from pcx.bench.config import ConfigError
+    from pcx.bench.tables import FORMATS, rows_of
+
+    if format_ not in FORMATS:
+        raise fail(f"--format is {format_!r}; use {', '.join(FORMATS)}.")
+    try:
+        rows = rows_of(name, record.read(records or record.results_file()))
+    except (ConfigError, ValueError) as error:
+        raise fail(error) from None
+    print(FORMATS[format_](rows).rstrip("\n"))
+
+
+@data_app.callback()
+def data(context: typer.Context) -> None:
+    """List the data sets that are here, their sizes, and where they were looked for."""
+    if context.invoked_subcommand is not None:
+        return
+    import pcx.data
+
+    places: dict[Path, None] = {}
+    for status in pcx.data.status():
+        splits = ", ".join(f"{name} {count:,}" for name, count in status.splits.items())
+        size = f"{status.bytes / 2**20:,.0f} MiB" if status.bytes else ""
+        print(f"{status.name:<13} {'here' if status.present else 'not here':<9} {size:>9}  {splits or status.reason}")
+        places |= dict.fromkeys(place.parent for place in status.places)
+    print("looked in: " + ", ".join(map(str, places)))
+
+
+@data_app.command("get")
+def get(name: Annotated[str, typer.Argument(help="the data set to fetch")]) -> None:
+    """Download a data set into the cache (``$PCX_DATA``, else the platform's cache folder); an interrupted one is resumed."""
+    import pcx.data
+
+    try:
+        print(pcx.data.fetch(name))
+    except pcx.data.DataError as error:
+        raise fail(error) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
