@@ -1,5 +1,5 @@
 # make test   everything that CI runs: lint, types, tests, doctests (two cores, minutes)
-# make demo   train the paper's MLP on scikit-learn's digits by PC, iPC and BP; a table and an energy plot
+# make demo   the paper's MLP by eight algorithms, on MNIST or digits; a table and two pictures (three minutes)
 # make slow   the tests that are too long for CI
 # make clean  remove what make made
 
