@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pcx.nn as pxnn
@@ -32,7 +31,7 @@ class VGG(EnergyModule):
         self.pool = pxnn.MaxPool2d(2)
         self.pooled = tuple(pooled)
         self.activation = activation(activation_name)
-        features = jax.eval_shape(self.features, jax.ShapeDtypeStruct(tuple(shape), jnp.float32))
+        features = jax.eval_shape(self.features, jax.ShapeDtypeStruct(tuple(shape), self.convolutions[0].weight.dtype))
         self.head = pxnn.Linear(features.size, classes)
         self.vodes = [Vode() for _ in [*channels, classes]]
 
