@@ -93,11 +93,30 @@ class LayerNorm(eqx.nn.LayerNorm):
     """Normalises one sample."""
 
 
-class AvgPool2d(eqx.nn.AvgPool2d):
-    """The mean of each window; the stride is the window unless given."""
+class AvgPool2d(eqx.Module):
+    """The mean of each window; the stride is the window unless given. (Equinox's keeps its functions as leaves.)"""
+
+    kernel_size: Any = eqx.field(static=True)
+    stride: Any = eqx.field(static=True)
+    padding: Any = eqx.field(static=True)
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: Any = 0):
-        super().__init__(kernel_size, kernel_size if stride is None else stride, padding)
+        self.kernel_size, self.stride, self.padding = _pool_settings(kernel_size, stride, padding)
+
+    def __call__(self, x: Float[Array, "channels height width"], *, key: Key = None) -> Float[Array, "channels _ _"]:
+        return eqx.nn.AvgPool2d(self.kernel_size, self.stride, self.padding)(x)
+
+
+def _pool_settings(kernel_size: Any, stride: Any, padding: Any) -> tuple[Any, Any, Any]:
+    """Settings that can be hashed, with the stride filled in."""
+    kernel, step = (
+        (n, n) if isinstance(n, int) else tuple(n) for n in (kernel_size, kernel_size if stride is None else stride)
+    )
+    return kernel, step, padding if isinstance(padding, int | str) else tuple(map(_hashable, padding))
+
+
+def _hashable(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list | tuple) else item
 
 
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
@@ -113,23 +132,32 @@ def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*ch
     return jnp.where(top >= bottom, top, bottom)
 
 
-class MaxPool2d(eqx.nn.MaxPool2d):
+class MaxPool2d(eqx.Module):
     """The maximum of each window; the stride is the window unless given.
 
     A plain 2×2 window with stride 2 is done by `max_pool_2x2`; ``selects=False`` switches that off.
     """
 
+    kernel_size: Any = eqx.field(static=True)
+    stride: Any = eqx.field(static=True)
+    padding: Any = eqx.field(static=True)
     selects: bool = eqx.field(static=True)
 
-    def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None, padding: Any = 0, *,
-                 selects: bool = True):  # fmt: skip
-        super().__init__(kernel_size, kernel_size if stride is None else stride, padding)
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: Any = 0,
+        *,
+        selects: bool = True,
+    ):
+        self.kernel_size, self.stride, self.padding = _pool_settings(kernel_size, stride, padding)
         self.selects = selects
 
     def __call__(self, x: Float[Array, "channels height width"], *, key: Key = None) -> Float[Array, "channels _ _"]:
-        plain = tuple(self.kernel_size) == tuple(self.stride) == (2, 2) and not self.use_ceil
-        unpadded = all(amount == 0 for pair in self.padding for amount in pair) if not isinstance(self.padding, str) else False
-        return max_pool_2x2(x) if self.selects and plain and unpadded else super().__call__(x, key=key)
+        if self.selects and self.kernel_size == self.stride == (2, 2) and self.padding == 0:
+            return max_pool_2x2(x)
+        return eqx.nn.MaxPool2d(self.kernel_size, self.stride, self.padding)(x)
 
 
 class BatchNorm(Layer):

@@ -1,0 +1,473 @@
+"""The command line: help, refusals in one sentence, settings, data, tables."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import pcx.data
+from pcx.bench import cli, runs
+from pcx.bench.folder import RunError
+
+COLUMNS = "dataset,model,algorithm,metric,paper,final_mean,final_std,best_mean,seeds"
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch, tmp_path):
+    """An empty place without data, records and caches."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PCX_CACHE", "PCX_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.delenv("PCX_RESULTS", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def pcx_(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command; an exception that is not an exit is raised."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+SUMMARY = {
+    "final": {"test_top1": {"mean": 0.975, "std": 0.005}},
+    "best": {"test_top1": {"mean": 0.981}},
+    "seconds_per_epoch": 0.25,
+    "diverged": [],
+}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `pcx run` would run: the arguments of each run, which do not take place."""
+    calls: list[dict[str, Any]] = []
+
+    def run(config: Any, data: Any, seeds: list[int], path: Path, **options: Any) -> dict[str, Any]:
+        calls.append({"config": config, "data": data.name, "seeds": seeds, "path": path, **options})
+        return SUMMARY
+
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    return calls
+
+
+# --- help
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        (["--help"], ["run", "table", "data", "pcx run digits/mlp --algorithm pc_se --epochs 5"]),
+        (["run", "--help"], ["pcx run mnist/mlp --algorithm ipc --seeds 5 --out runs/ipc"]),
+        (["run", "--help"], ["pcx run mnist/mlp --algorithm pc_se --set T=12 lr_h=0.02 --set batch=64"]),
+        (["run", "--help"], ["--algorithm", "--seeds", "--epochs", "--set", "--out", "--quick", "Ctrl-C"]),
+        (["table", "--help"], ["pcx table accuracy --format markdown", "accuracy, generative, memory, sampling or timing"]),
+        (["data", "--help"], ["get"]),
+    ],
+)  # fmt: skip
+def test_help_has_examples(command, parts):
+    code, out, _ = pcx_(*command)
+    assert code == 0
+    flat = re.sub(r"\s+", " ", out)
+    for part in parts:
+        assert part in flat
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["digits", "-a", "pc_se"], ["dataset/model", "'digits'"]),
+        (["digits/", "-a", "pc_se"], ["dataset/model"]),
+        (["digts/mlp", "-a", "pc_se"], ["data set 'digts'", "near: digits"]),
+        (["digits/mpl", "-a", "pc_se"], ["model 'mpl'", "mlp"]),
+        (["digits/mlp", "-a", "pc_es"], ["algorithm 'pc_es'", "pc_se", "pc_ce"]),
+        (["digits/mlp"], ["--algorithm", "pc_se", "bp_ce"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lrh=0.1"], ["'lrh'", "lr_h"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "momentum=0.1"], ["'momentum'", "momentum_h"]),
+        (["digits/mlp", "-a", "bp_se", "--set", "T=3"], ["'T'", "bp_se"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T=2.5"], ["T is '2.5'", "whole number"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=fast"], ["lr_h is 'fast'", "a number"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=-1"], ["lr_h is -1.0", "at least zero"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=nan"], ["lr_h is nan"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T=-1"], ["T is -1"]),
+        (["digits/mlp", "-a", "pn", "--set", "beta=0"], ["beta is 0.0", "above zero"]),
+        (["digits/mlp", "-a", "pn", "--set", "clamp=never"], ["clamp is 'never'", "stay"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "batch=0"], ["batch is 0", "at least 1"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "validation=1"], ["validation is 1.0", "below 1"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "patience=3"], ["patience", "validation=0.1"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "schedule=linear"], ["schedule is 'linear'", "warm_up_cosine, constant"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "population=pmap"], ["population is 'pmap'", "vmap, map"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "activation=rleu"], ["'rleu'", "relu"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "loss=mse"], ["loss", "'mse'", "se", "ce"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "width=0"], ["width is 0"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "width=-5"], ["width is -5"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "hidden=-1"], ["hidden is -1"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T"], ["name=value", "'T'"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T="], ["name=value", "'T='"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "batch=2000"], ["batch of 2000", "1438"]),
+        (["digits/mlp", "-a", "pc_se", "--epochs", "0"], ["epochs is 0", "at least 1"]),
+        (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
+        (["digits/mlp", "-a", "pc_se", "--precision", "fp8"], ["precision is 'fp8'", "float32, tf32, bf16"]),
+        (["generative"], ["generative", "accuracy"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("digits", "digts", "gen")) else "",
+)
+def test_bad_input_is_one_sentence_and_exit_code_two(monkeypatch, arguments, parts):
+    original = runs.run
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        """Only what must look at data may get here; nothing is trained."""
+        options["on_epoch"] = lambda *_: pytest.fail("trained")
+        monkeypatch.setattr("pcx.bench.runs.choose_mode", lambda *_: ("scan", ""))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    code, out, err = pcx_("run", *arguments)
+    assert code == 2
+    assert out == ""
+    told = [line for line in err.splitlines() if line.strip()]
+    assert len(told) == 1
+    assert told[0].startswith("error: ")
+    for part in parts:
+        assert part in told[0]
+
+
+def test_nothing_is_left_behind_by_a_refusal(tmp_path):
+    assert pcx_("run", "digits/mlp", "-a", "pc_se", "--set", "T=x")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    (tmp_path / "taken").write_text("mine")
+    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "taken")
+    assert code == 2
+    assert err.startswith("error: ")
+    assert "taken" in err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_an_unreadable_run_folder_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"config": {"da')
+    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "run")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "config.json" in err
+
+
+# --- settings that reach the run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--set", "T=3", "--set", "lr_h=0.5", "--set", "width=16"],
+        ["--set", "T=3", "lr_h=0.5", "width=16"],
+        ["--set", "T=3 lr_h=0.5 width=16"],
+        ["--set", "T=3", "lr_h=0.5", "--set", "width=16"],
+    ],
+    ids=["repeated", "several", "one text", "mixed"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_settings_may_be_written_in_several_ways(started, arguments, first):
+    rest = ["--algorithm", "pc_se", "--seeds", "2", "--out", "here"]
+    assert pcx_("run", "digits/mlp", *(arguments + rest if first else rest + arguments))[0] == 0
+    (call,) = started
+    assert (call["config"].hyper.T, call["config"].hyper.lr_h, call["config"].options.width) == (3, 0.5, 16)
+    assert (call["seeds"], call["path"], call["quick"], call["data"]) == ([0, 1], Path("here"), False, "digits")
+
+
+def test_options_reach_the_config_and_a_result_is_printed(started):
+    code, out, _ = pcx_("run", "digits/mlp", "-a", "ipc", "--epochs", "7", "--precision", "bf16", "--set", "population=map")
+    (call,) = started
+    config = call["config"]
+    assert (config.algorithm, config.epochs, config.precision, config.population) == ("ipc", 7, "bf16", "map")
+    assert code == 0
+    assert "97.50 ± 0.50 %" in out
+    assert "98.10 %" in out
+    assert str(call["path"]) in out
+
+
+def test_quick_is_two_epochs_on_two_thousand_images_and_marked(started):
+    pcx_("run", "digits/mlp", "-a", "bp_se", "--quick")
+    pcx_("run", "digits/mlp", "-a", "bp_se", "--quick", "--epochs", "3", "--set", "train_limit=100")
+    pcx_("run", "digits/mlp", "-a", "bp_se")
+    first, second, third = started
+    assert (first["quick"], first["config"].epochs, first["config"].train_limit) == (True, 2, 2000)
+    assert (second["quick"], second["config"].epochs, second["config"].train_limit) == (True, 3, 100)
+    assert third["quick"] is False
+    assert len({first["path"], second["path"], third["path"]}) == 3  # each in a folder of its own
+
+
+def test_every_seed_diverged_is_a_failure(monkeypatch):
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "run", lambda *_, **__: SUMMARY | {"diverged": [0, 1]})
+    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--seeds", "2")
+    assert code == 2
+    assert "every seed diverged" in err
+    assert pcx_("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
+
+
+def test_an_interrupt_before_the_first_epoch_says_what_to_do(monkeypatch):
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "run", interrupted)
+    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "here")
+    assert code == 130
+    assert "the same command goes on" in err
+    assert "here" in err
+
+
+def test_a_run_error_is_one_sentence(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RunError("here is in use by process 7; wait for it, or choose another --out.")
+
+    monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "run", refuse)
+    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se")
+    assert (code, err) == (2, "error: here is in use by process 7; wait for it, or choose another --out.\n")
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = [{"train_loss": 0.5, "test_top1": 0.25, "seconds": 1.5}, {"train_loss": 1.5, "test_top1": 0.75, "seconds": 1.5}]
+    shown = {}
+    monkeypatch.setenv("TERM", "xterm")
+    for kind in (Terminal, io.StringIO):
+        stream = kind()
+        monkeypatch.setattr("sys.stderr", stream)
+        with cli.Bar(4, "digits/mlp pc_se") as bar:
+            bar.say("a sentence")
+            bar.epoch(3, lines)
+        shown[kind] = stream.getvalue()
+    assert shown[io.StringIO] == "a sentence\nepoch 3/4  loss 1.0000  test 50.00 %  1.50 s\n"
+    for part in ("a sentence", "digits/mlp pc_se", "3/4", "loss 1.0000  test 50.00 %", "\x1b["):
+        assert part in shown[Terminal]
+
+
+# --- data
+
+
+def test_missing_data_is_one_sentence_with_the_remedy(tmp_path):
+    code, out, err = pcx_("run", "mnist/mlp", "-a", "pc_se", "--epochs", "1")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    for part in ("mnist is not here", str(tmp_path / "pcx_data" / "mnist"), "pcx data get mnist"):
+        assert part in err
+
+
+def process(*arguments: str) -> tuple[int, str, str]:
+    """A command in a process of its own: typer's context is not of the type that its own annotation names."""
+    done = subprocess.run([sys.executable, "-m", "pcx.bench.cli", *arguments], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_data_lists_what_is_here_and_where_it_looked(tmp_path):
+    code, out, err = process("data")
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert re.search(r"here .*train 1,438, test 359", rows["digits"])
+    assert "not here" not in rows["digits"]
+    assert "not here" in rows["mnist"]
+    assert set(pcx.data.names()) <= rows.keys()
+    assert str(tmp_path / "pcx_data") in rows["looked"]
+
+
+def test_data_that_cannot_be_fetched_is_one_sentence():
+    code, out, err = process("data", "get", "mnits")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "mnist" in err
+
+
+# --- tables
+
+
+def made(algorithm: str = "pc_se", *, final: list[float], best: list[float], time: str = "2025-01-01T00:00:00Z",
+         quick: bool = False, dataset: str = "mnist", model: str = "mlp", **config: Any) -> dict[str, Any]:  # fmt: skip
+    """A record as a run writes it, with means and deviations worked out here."""
+
+    def stats(values: list[float]) -> dict[str, Any]:
+        mean = sum(values) / len(values)
+        return {"mean": mean, "std": (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5, "seeds": values}
+
+    plain = {"dataset": dataset, "model": model, "algorithm": algorithm, "train_limit": 0, "validation": 0.0}
+    return {
+        "config": plain | config,
+        "seeds": list(range(len(final))),
+        "members": len(final),
+        "quick": quick,
+        "time": time,
+        "seconds_per_epoch": 1.25,
+        "final": {"test_top1": stats(final), "test_top5": stats([1.0] * len(final))},
+        "best": {"test_top1": stats(best), "test_top5": stats([1.0] * len(final))},
+    }
+
+
+def write(*records: Any, path: str = "results/records.jsonl") -> None:
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+
+
+def table(name: str = "accuracy", *arguments: str) -> list[dict[str, str]]:
+    code, out, err = pcx_("table", name, "--format", "csv", *arguments)
+    assert code == 0, err
+    assert out.splitlines()[0] == COLUMNS
+    return list(csv.DictReader(io.StringIO(out)))
+
+
+def cell(rows: list[dict[str, str]], **wanted: str) -> dict[str, str]:
+    (row,) = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return row
+
+
+def test_the_csv_has_one_row_per_metric_and_empty_cells_where_not_run():
+    rows = table()
+    assert len(rows) == (14 + 8) * 8  # 14 groups with top-1, 8 of them with top-5, by 8 algorithms
+    assert all(row["final_mean"] == row["final_std"] == row["best_mean"] == row["seeds"] == "" for row in rows)
+    assert cell(rows, dataset="mnist", algorithm="ipc")["paper"] == "98.45"
+    both = [row["metric"] for row in rows if (row["dataset"], row["model"], row["algorithm"]) == ("cifar100", "vgg5", "cn")]
+    assert both == ["top1", "top5"]
+
+
+def test_numbers_come_from_the_records():
+    write(made(final=[0.97, 0.98, 0.99], best=[0.975, 0.995, 0.991]))
+    row = cell(table(), dataset="mnist", model="mlp", algorithm="pc_se", metric="top1")
+    assert float(row["paper"]) == 98.26
+    assert float(row["final_mean"]) == pytest.approx(98)
+    assert float(row["final_std"]) == pytest.approx(0.816497, rel=1e-4)
+    assert float(row["best_mean"]) == pytest.approx(98.7)
+    assert row["seeds"] == "3"
+    assert sum(row["final_mean"] != "" for row in table()) == 1  # no other cell has anything
+
+
+def test_both_metrics_of_a_set_are_filled():
+    write(made("cn", final=[0.6], best=[0.7], dataset="cifar100", model="vgg5"))
+    rows = table()
+    assert cell(rows, dataset="cifar100", model="vgg5", algorithm="cn", metric="top1")["final_mean"] == "60"
+    assert cell(rows, dataset="cifar100", model="vgg5", algorithm="cn", metric="top5")["final_mean"] == "100"
+
+
+@pytest.mark.parametrize(
+    "unfit", [{"quick": True}, {"train_limit": 2000}, {"validation": 0.1}, {"algorithm": "pc_ce"}, {"dataset": "kmnist"}]
+)
+def test_some_records_do_not_enter_a_table(unfit):
+    write(made(**({"final": [0.5] * 9, "best": [0.5] * 9} | unfit)))
+    assert cell(table(), dataset="mnist", model="mlp", algorithm="pc_se")["final_mean"] == ""
+    write(made(final=[0.9], best=[0.9]), made(**({"final": [0.5] * 9, "best": [0.5] * 9} | unfit)))
+    assert cell(table(), dataset="mnist", model="mlp", algorithm="pc_se")["final_mean"] == "90"
+
+
+def test_the_most_seeds_win_and_then_the_newest():
+    old = made(final=[0.91] * 5, best=[0.91] * 5, time="2025-01-01T00:00:00Z")
+    new = made(final=[0.92] * 5, best=[0.92] * 5, time="2025-02-01T00:00:00Z")
+    few = made(final=[0.93] * 2, best=[0.93] * 2, time="2025-03-01T00:00:00Z")
+    for order in ((old, new, few), (few, new, old), (new, few, old)):
+        write(*order)
+        row = cell(table(), dataset="mnist", model="mlp", algorithm="pc_se")
+        assert (row["final_mean"], row["seeds"]) == ("92", "5")
+
+
+def test_the_file_of_records_can_be_chosen(monkeypatch):
+    write(made(final=[0.9], best=[0.9]), path="mine/file.jsonl")
+    assert cell(table("accuracy", "--records", "mine/file.jsonl"), dataset="mnist", algorithm="pc_se")["final_mean"] == "90"
+    assert cell(table(), dataset="mnist", algorithm="pc_se")["final_mean"] == ""
+    monkeypatch.setenv("PCX_RESULTS", "mine/file.jsonl")
+    assert cell(table(), dataset="mnist", algorithm="pc_se")["final_mean"] == "90"
+
+
+def test_text_and_markdown_say_the_same():
+    write(made(final=[0.97, 0.98, 0.99], best=[0.975, 0.995, 0.991]))
+    code, text, _ = pcx_("table", "accuracy")
+    assert code == 0
+    code, marked, _ = pcx_("table", "accuracy", "--format", "markdown")
+    assert code == 0
+    cells = ["mnist", "mlp", "pc_se", "top1", "98.26", "98.00 ± 0.82", "98.70", "3"]
+    (plain,) = [line for line in text.splitlines() if re.match(r"mnist +mlp +pc_se ", line)]
+    assert re.split(r" {2,}", plain) == cells
+    assert "| " + " | ".join(cells) + " |" in marked.splitlines()
+    widths = {line.count("|") for line in marked.splitlines()}
+    assert widths == {9}
+    assert re.fullmatch(r"\|( --- \|){8}", marked.splitlines()[1])
+    (other,) = [line for line in text.splitlines() if re.match(r"mnist +mlp +bp_se ", line)]
+    assert re.split(r" {2,}", other) == ["mnist", "mlp", "bp_se", "top1", "98.29", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "wanted", "paper"),
+    [
+        ("generative", 12, {"dataset": "celeba", "algorithm": "ipc"}, "1.3"),
+        ("memory", 18, {"model": "memory2048", "metric": "mse_1e-4_noise_250"}, "8.9"),
+        ("sampling", 4, {"algorithm": "mcpc", "metric": "fid"}, "2.53"),
+        ("timing", 8, {"dataset": "tinyimagenet", "algorithm": "pc_se"}, "54.6"),
+    ],
+)
+def test_the_other_tables(name, count, wanted, paper):
+    rows = table(name)
+    assert len(rows) == count
+    assert cell(rows, **wanted)["paper"] == paper
+    for format_ in ("text", "markdown"):
+        assert pcx_("table", name, "-f", format_)[0] == 0
+
+
+def test_timing_is_that_of_lone_seeds():
+    side_by_side = made(final=[0.9] * 3, best=[0.9] * 3, dataset="fashionmnist") | {"seconds_per_epoch": 9.0}
+    write(side_by_side)
+    assert cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")["final_mean"] == ""
+    write(side_by_side, made(final=[0.9], best=[0.9], dataset="fashionmnist"))
+    row = cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")
+    assert (row["paper"], row["final_mean"], row["seeds"]) == ("1.94", "1.25", "1")
+
+
+@pytest.mark.parametrize("broken", ['{"config": {"da', "{}", "3", '{"quick": false}'])
+def test_a_line_that_is_not_a_record_is_named(broken):
+    write(made(final=[0.9], best=[0.9]), broken)
+    code, out, err = pcx_("table", "accuracy")
+    assert (code, out) == (2, "")
+    assert re.match(r"error: line 2 of results/records\.jsonl is not a record", err)
+
+
+def test_unknown_tables_and_formats_are_refused():
+    code, _, err = pcx_("table", "acuracy")
+    assert code == 2
+    for name in ("accuracy", "generative", "memory", "sampling", "timing"):
+        assert name in err
+    code, _, err = pcx_("table", "accuracy", "--format", "html")
+    assert code == 2
+    assert "text, markdown, csv" in err
+
+
+def test_a_whole_table_runs_what_can_run_here(started, monkeypatch):
+    """Only cells without a record, of models and data that are here."""
+    status, digits = pcx.data.status, pcx.data.load("digits")
+    here = [s for s in status() if s.name == "digits"]
+    fake = [type(s)("mnist", True, {"train": 60000, "test": 10000}, 1, "", None, ()) for s in here]
+    monkeypatch.setattr(pcx.data, "status", lambda: fake)
+    monkeypatch.setattr(pcx.data, "load", lambda name: digits)
+    write(made(final=[0.9], best=[0.9]), made("bp_se", final=[0.9], best=[0.9]))
+    code, out, _ = pcx_("run", "accuracy", "--epochs", "1")
+    assert code == 0
+    assert "2 of 112 cells have a record; 6 can run here" in out
+    assert {call["config"].task for call in started} == {"mnist/mlp"}
+    assert started[0]["config"].algorithm == "bp_ce"  # the cheapest first
+    assert {call["config"].algorithm for call in started} == {"pc_ce", "pn", "nn", "cn", "ipc", "bp_ce"}
