@@ -82,6 +82,12 @@ def check_positive(hyper: Any, *names: str, allow_zero: bool = True) -> None:
             raise ModelError(f"{name} is {value}; it is a finite number {'of at least' if allow_zero else 'above'} zero.")
 
 
+def check_loss(hyper: Any) -> None:
+    """The output's energy has one of two names."""
+    if hyper.loss not in ENERGY:
+        raise ModelError(f"loss is {hyper.loss!r}; use {' or '.join(map(repr, ENERGY))}.")
+
+
 def observations(model: Any, x: Any, y: Any, output: str | None) -> tuple[str, dict[str, Any]]:
     """The node that the loss is measured at, and all observations."""
     if isinstance(y, Mapping):

@@ -14,7 +14,18 @@ from pcx._free_energy import observe, run, update_state
 from pcx._learn import apply_gradient
 from pcx._model import partition, weights
 from pcx._types import Key, Nodes
-from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
+from pcx.algorithms._common import (
+    ENERGY,
+    Algorithm,
+    Metrics,
+    State,
+    adamw,
+    check_loss,
+    check_positive,
+    metrics_of,
+    observations,
+    step_key,
+)
 
 
 class Hyper(eqx.Module):
@@ -26,6 +37,7 @@ class Hyper(eqx.Module):
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_theta", "weight_decay")
+        check_loss(self)
 
 
 VARIANTS = {"bp_se": Hyper(loss="se"), "bp_ce": Hyper(loss="ce")}

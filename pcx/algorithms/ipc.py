@@ -18,7 +18,18 @@ from pcx._infer import infer
 from pcx._learn import apply_gradient
 from pcx._model import partition, weights
 from pcx._types import NO_SHORTCUTS, Key, Nodes, Observed
-from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
+from pcx.algorithms._common import (
+    ENERGY,
+    Algorithm,
+    Metrics,
+    State,
+    adamw,
+    check_loss,
+    check_positive,
+    metrics_of,
+    observations,
+    step_key,
+)
 
 
 class Hyper(eqx.Module):
@@ -33,6 +44,7 @@ class Hyper(eqx.Module):
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+        check_loss(self)
 
 
 VARIANTS = {"ipc": Hyper()}

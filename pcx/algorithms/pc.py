@@ -16,7 +16,18 @@ import optax
 from pcx._learn import train_step
 from pcx._model import weights
 from pcx._types import Key
-from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
+from pcx.algorithms._common import (
+    ENERGY,
+    Algorithm,
+    Metrics,
+    State,
+    adamw,
+    check_loss,
+    check_positive,
+    metrics_of,
+    observations,
+    step_key,
+)
 
 
 class Hyper(eqx.Module):
@@ -31,6 +42,7 @@ class Hyper(eqx.Module):
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+        check_loss(self)
 
 
 VARIANTS = {"pc_se": Hyper(loss="se"), "pc_ce": Hyper(loss="ce")}

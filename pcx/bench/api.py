@@ -10,9 +10,10 @@ import numpy as np
 
 import pcx.data
 from pcx.bench import runs
-from pcx.bench.config import Config, set_values
+from pcx.bench.config import Config, ConfigError, set_values
 from pcx.bench.engine import Engine
-from pcx.bench.modes import choose_mode
+from pcx.bench.folder import Folder
+from pcx.bench.modes import choose_mode, use_compilation_cache
 from pcx.bench.tasks import configure
 
 
@@ -55,7 +56,7 @@ class Result:
         final = [100 * line["test_top1"] for line in last.values()]
         return "\n".join([*rows, f"{'mean':>6}  {np.mean(final):>9.2f}% ± {np.std(final):.2f}"])
 
-    def plot(self, path: str | Path) -> Path:
+    def plot(self, path: str | Path = "curves.png") -> Path:
         """Write the curves of accuracy, loss and energy as a picture."""
         from pcx.bench.plots import curves
 
@@ -78,12 +79,18 @@ def train(
     With ``out``, the run has a folder, can be resumed, and is recorded.
     """
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"seeds is {seeds}; give at least one seed, each once.")
+    use_compilation_cache()
     config = set_values(configure(task, algorithm), settings)
     data = pcx.data.load(config.dataset)
     if out is not None:
-        runs.run(config, data, numbers, Path(out), report=lambda text: None)
+        if sweep:
+            raise ConfigError("a sweep has no folder; leave out= away, or run each setting by itself.")
+        summary = runs.run(config, data, numbers, Path(out), report=lambda text: None)
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-        return Result(config, numbers, lines)
+        loaded = Folder(Path(out)).load(Engine(config, data, numbers, summary["mode"]).init())
+        return Result(config, numbers, lines, loaded[0] if loaded else None)
     mode, _ = choose_mode(config, data, numbers)
     engine = Engine(config, data, numbers, mode, sweep={k: list(v) for k, v in (sweep or {}).items()})
     done = list(runs.epochs(engine, engine.init(), 0, runs.Progress(len(numbers))))

@@ -91,14 +91,15 @@ def run_cell(task: str, algorithm: str, seeds: int, settings: dict[str, Any], ou
         show = Bar(config.epochs, f"{task} {algorithm}")
         with show:
             summary = runs.run(config, data, list(range(seeds)), path, quick=quick, report=show.say, on_epoch=show.epoch)
-    except (pcx.data.DataError, RunError, ValueError) as error:
+    except (pcx.data.DataError, RunError, ValueError, OSError) as error:
         raise fail(error) from None
     except (runs.Stopped, KeyboardInterrupt) as stop:
-        print(stop or f"stopped at once; the same command goes on from the last checkpoint in {path}", file=sys.stderr)
+        print(str(stop) or f"stopped at once; the same command goes on from the last checkpoint in {path}", file=sys.stderr)
         raise typer.Exit(130) from None
     final, best = summary["final"]["test_top1"], summary["best"]["test_top1"]
+    spread = f" ± {100 * final['std']:.2f}" if seeds > 1 else ""
     print(
-        f"{task} by {algorithm}: {100 * final['mean']:.2f} ± {100 * final['std']:.2f} % after the last epoch ({seeds} seeds), "
+        f"{task} by {algorithm}: {100 * final['mean']:.2f}{spread} % after the last epoch ({seeds} seed{'s' * (seeds > 1)}), "
         f"{100 * best['mean']:.2f} % at the best test epoch; {summary['seconds_per_epoch']:.2f} s per epoch"
     )
     print(f"{path}: config.json metrics.jsonl summary.json curves.png checkpoint.safetensors")

@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pcx.algorithms
 from pcx._free_energy import output_node, run
-from pcx._types import Key, Nodes
+from pcx._types import Key, near
 from pcx.algorithms import State, stream
 from pcx.algorithms._common import ENERGY
-from pcx.bench.config import Config
-from pcx.bench.tasks import build_model, make_algorithm, pipeline
+from pcx.bench.config import Config, ConfigError
+from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
 
 MODES = ("scan", "host", "host_unrolled")
@@ -41,12 +41,13 @@ class Health(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of every member, over the steps of one epoch: energies per node, loss, and how many were right (top-1, top-5)."""
+    """Of every member, over the steps of one epoch: energies per node, loss, how many were right, and the steps it lived."""
 
-    energies: Float[Array, "members nodes"]
-    loss: Float[Array, " members"]
-    top1: Float[Array, " members"]
-    top5: Float[Array, " members"]
+    energies: Float[Array, "*members nodes"]
+    loss: Float[Array, "*members"]
+    top1: Float[Array, "*members"]
+    top5: Float[Array, "*members"]
+    steps: Float[Array, "*members"]
 
 
 class Population(NamedTuple):
@@ -71,23 +72,27 @@ class Engine:
     def __init__(self, config: Config, data: DataSet, seeds: list[int], mode: str = "scan", steps: int | None = None,
                  sweep: dict[str, list[float]] | None = None):  # fmt: skip
         if data.train is None:
-            raise ValueError(f"{data.name} has no training images here")
+            raise ConfigError(f"{data.name} has no training images here.")
+        if not seeds:
+            raise ConfigError("there is no seed to train; give at least one.")
         train = data.train if not config.train_limit else Split(*_head(data.train, config.train_limit))
         held = split_validation(train, config.validation) if config.validation else (train, None)
         self.config, self.mode, self.seeds = config, mode, seeds
         self.members, self.classes = len(seeds), data.classes
         self.train_set, self.splits = held[0], {"validation": held[1], "test": data.test}
         self.pipeline = pipeline(config)
-        self.steps = steps or len(held[0]) // config.batch
+        self.steps = min(steps or len(held[0]), len(held[0]) // config.batch)
         if self.steps == 0:
-            raise ValueError(f"a batch of {config.batch} is larger than the {len(held[0])} samples to train on")
+            raise ConfigError(f"a batch of {config.batch} is larger than the {len(held[0])} samples to train on.")
         self.total_steps = (len(held[0]) // config.batch) * config.epochs
         self.timing = Timing()
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         floats, self.static_hyper = eqx.partition(config.hyper, lambda leaf: isinstance(leaf, float))
         self.floats = jax.tree.map(lambda value: jnp.full((self.members,), value), floats)
         for name, values in (sweep or {}).items():
-            self.floats = dataclasses.replace(self.floats, **{name: jnp.asarray(values, jnp.float32)})
+            self._check_sweep(name, values)
+            swept = jnp.asarray(values, jnp.result_type(float))
+            self.floats = dataclasses.replace(self.floats, **{name: swept})
         self.arrays = jax.device_put((np.asarray(held[0].images), np.asarray(held[0].labels)))
         self.evaluation = {name: _padded(split) for name, split in self.splits.items() if split is not None}
         sample = jax.eval_shape(self.pipeline.test, jax.ShapeDtypeStruct((1, *held[0].images.shape[1:]), held[0].images.dtype))
@@ -95,6 +100,13 @@ class Engine:
         with jax.default_matmul_precision(PRECISION[config.precision]):
             jax.eval_shape(self._look)
             self._build()
+
+    def _check_sweep(self, name: str, values: list[float]) -> None:
+        known = hyper_floats(self.config)
+        if name not in known:
+            raise ConfigError(f"{name!r} cannot be swept; numbers of {self.config.algorithm} are {near(name, known)}.")
+        if len(values) != self.members:
+            raise ConfigError(f"the sweep of {name} has {len(values)} values for {self.members} members; give one for each.")
 
     def _look(self) -> None:
         """Find the names of the nodes, without computing anything."""
@@ -133,13 +145,14 @@ class Engine:
         alive = health.alive & good
         health = Health(
             alive,
-            jnp.where(fell, epoch, health.epoch),
-            jnp.where(fell, step, health.step),
-            jnp.where(fell, jnp.argmax(wrong), health.node),
+            jnp.where(fell, epoch, health.epoch).astype(jnp.int32),
+            jnp.where(fell, step, health.step).astype(jnp.int32),
+            jnp.where(fell, jnp.where(jnp.any(wrong), jnp.argmax(wrong), len(self.nodes) - 1), health.node).astype(jnp.int32),
         )
         state = jax.tree.map(lambda a, b: _select(alive, a, b), new, state)
         right = [_correct(metrics.prediction, labels, k) for k in (1, 5)]
-        part = Sums(energies, metrics.loss, *(jnp.sum(r).astype(jnp.float32) for r in right))
+        top1, top5 = (jnp.sum(r).astype(jnp.float32) for r in right)
+        part = Sums(energies, metrics.loss, top1, top5, jnp.ones(()))
         sums = jax.tree.map(lambda total, new: total + jnp.where(alive, new, 0).astype(total.dtype), sums, part)
         return state, health, sums
 
@@ -153,7 +166,7 @@ class Engine:
         return carry
 
     def _no_sums(self, lead: tuple[int, ...]) -> Sums:
-        return Sums(jnp.zeros((*lead, len(self.nodes)), jnp.float32), *(jnp.zeros(lead, jnp.float32) for _ in range(3)))
+        return Sums(jnp.zeros((*lead, len(self.nodes)), jnp.float32), *(jnp.zeros(lead, jnp.float32) for _ in range(4)))
 
     # --- the population
 
@@ -221,12 +234,12 @@ class Engine:
             states, health, sums = carry
         sums = jax.device_get(sums)
         self.timing.train = time.perf_counter() - start - (self.timing.compile - before)
-        seen = self.steps * self.config.batch
+        lived = np.maximum(sums.steps, 1)
         metrics = {
-            "train_loss": sums.loss / self.steps,
-            "train_top1": sums.top1 / seen,
-            "train_top5": sums.top5 / seen,
-            "train_energies": sums.energies / self.steps,
+            "train_loss": sums.loss / lived,
+            "train_top1": sums.top1 / (lived * self.config.batch),
+            "train_top5": sums.top5 / (lived * self.config.batch),
+            "train_energies": sums.energies / lived[:, None],
         }
         return Population(states, health), metrics
 
@@ -279,7 +292,3 @@ def _correct(output: Array, labels: Array, k: int) -> Array:
     if k == 1:
         return jnp.argmax(output, axis=-1) == labels
     return jnp.any(jax.lax.top_k(output, k)[1] == labels[:, None], axis=-1)
-
-
-def energies_by_name(nodes: list[str], row: np.ndarray) -> Nodes[float]:
-    return Nodes({name: float(value) for name, value in zip(nodes, row, strict=True)})

@@ -56,9 +56,13 @@ class Folder:
         if not file.exists():
             atomic_write(file, json.dumps(wanted | {"digest": config.digest(), "mode": mode}, indent=2).encode())
             return mode
-        found = json.loads(file.read_text())
-        for name, mine in {**config.as_dict(), "seeds": seeds, "quick": quick}.items():
-            theirs = {**found["config"], **found}.get(name)
+        try:
+            found = json.loads(file.read_text())
+            there = _flat(found["config"]) | {"seeds": found["seeds"], "quick": found["quick"]}
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise RunError(f"{file} is not the config of a run; remove {self.path} or choose another --out.") from None
+        for name, mine in (_flat(config.as_dict()) | {"seeds": seeds, "quick": quick}).items():
+            theirs = there.get(name)
             if theirs != mine:
                 raise RunError(
                     f"{self.path} holds another run: {name} is {theirs} there and {mine} here; choose another --out."
@@ -108,6 +112,12 @@ class Folder:
             raise RunError(f"{file} is of another program; remove {self.path} to start this run anew.")
         leaves = [_like(jax.numpy.asarray(found[name]), leaf) for name, leaf in wanted.items()]
         return jax.tree.unflatten(structure, leaves), extra
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """All settings by their own names."""
+    inner = {**config["hyper"], **config["options"]}
+    return {name: value for name, value in config.items() if name not in ("hyper", "options")} | inner
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -17,16 +17,22 @@ def _figure(columns: int) -> Any:
     return plt.subplots(1, columns, figsize=(5 * columns, 3.8), layout="constrained", squeeze=False)
 
 
-def _band(axes: Any, curves: list[list[float]], label: str) -> None:
+def _band(axes: Any, curves: list[list[Any]], label: str) -> None:
     """The mean and the range of curves of different length."""
     length = max(map(len, curves))
-    padded = np.array([curve + [np.nan] * (length - len(curve)) for curve in curves])
+    padded = np.array([curve + [None] * (length - len(curve)) for curve in curves], float)  # None is NaN
+    if np.isnan(padded).all(axis=0).any():
+        return
     epochs = np.arange(1, length + 1)
     (line,) = axes.plot(epochs, np.nanmean(padded, axis=0), label=label)
     axes.fill_between(epochs, np.nanmin(padded, axis=0), np.nanmax(padded, axis=0), alpha=0.2, color=line.get_color())
 
 
-def _of(lines: list[dict[str, Any]], metric: str) -> list[list[float]]:
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _of(lines: list[dict[str, Any]], metric: str) -> list[list[Any]]:
     seeds = sorted({line["seed"] for line in lines})
     return [[line[metric] for line in lines if line["seed"] == seed] for seed in seeds]
 
@@ -38,17 +44,18 @@ def curves(lines: list[dict[str, Any]], config: Config, path: Path) -> None:
     figure, ((accuracy, loss, energy),) = _figure(3)
     for split in ("train", "validation", "test"):
         if f"{split}_top1" in lines[-1]:
-            _band(accuracy, [[100 * v for v in curve] for curve in _of(lines, f"{split}_top1")], split)
+            _band(accuracy, [[_percent(v) for v in curve] for curve in _of(lines, f"{split}_top1")], split)
             _band(loss, _of(lines, f"{split}_loss"), split)
     for node in lines[-1]["energies"]:
         energies = [[line["energies"][node] for line in lines if line["seed"] == s] for s in sorted({x["seed"] for x in lines})]
-        if max(max(curve) for curve in energies) > 0:
+        if max((value or 0.0) for curve in energies for value in curve) > 0:
             _band(energy, energies, node)
     accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title=f"{config.task} by {config.algorithm}")
     loss.set(xlabel="epoch", ylabel="output energy", yscale="log")
     energy.set(xlabel="epoch", ylabel="energy at learning (train)", yscale="log")
     for axes in (accuracy, loss, energy):
-        axes.legend(fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -59,7 +66,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> No
 
     figure, ((axes,),) = _figure(1)
     for name, lines in runs.items():
-        _band(axes, [[100 * v for v in curve] for curve in _of(lines, "test_top1")], name)
+        _band(axes, [[_percent(v) for v in curve] for curve in _of(lines, "test_top1")], name)
     axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -63,7 +63,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            records.append(json.loads(line))
+            found = json.loads(line)
         except json.JSONDecodeError:
-            raise ValueError(f"line {number} of {path} is not a record; remove it or restore the file.") from None
+            found = None
+        needed = ("config", "seeds", "quick", "final", "best", "time")
+        if not isinstance(found, dict) or any(name not in found for name in needed):
+            raise ValueError(f"line {number} of {path} is not a record; remove it or restore the file.")
+        records.append(found)
     return records

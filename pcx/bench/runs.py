@@ -37,12 +37,23 @@ def member_line(engine: Engine, i: int, epoch: int, metrics: dict[str, np.ndarra
     line: dict[str, Any] = {"seed": engine.seeds[i], "epoch": epoch}
     for name, values in metrics.items():
         if name == "train_energies":
-            line["energies"] = {node: float(v) for node, v in zip(engine.nodes, values[i], strict=True)}
+            line["energies"] = {node: finite(v) for node, v in zip(engine.nodes, values[i], strict=True)}
         else:
-            line[name] = float(values[i])
+            line[name] = finite(values[i])
     line |= {"seconds": engine.timing.train, "evaluate_seconds": engine.timing.evaluate}
     line |= {"examples_per_second": seen / engine.timing.train, "compile_seconds": engine.timing.compile}
     return line
+
+
+def finite(value: Any) -> float | None:
+    """A number for JSON, which has no infinity and no NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def statistics_of(values: list[float | None]) -> dict[str, Any]:
+    """Mean and deviation over seeds, of the values that are numbers."""
+    known = [value for value in values if value is not None]
+    return {"mean": finite(np.mean(known)) if known else None, "std": finite(np.std(known)) if known else None, "seeds": values}
 
 
 class Progress:
@@ -98,7 +109,7 @@ def describe_stop(seed: int, stopped: dict[str, Any]) -> str:
     if stopped["reason"] == "diverged":
         return (
             f"seed {seed} stopped: the energy of {stopped['node']} is not finite or too large "
-            f"at epoch {stopped['epoch']}, step {stopped['step']}; the others go on"
+            f"at epoch {stopped['epoch']}, step {stopped['step']}"
         )
     return f"seed {seed} stopped at epoch {stopped['epoch']}: {stopped['reason']}"
 
@@ -118,11 +129,11 @@ def summarise(config: Config, seeds: list[int], lines: list[dict[str, Any]], mod
         "mode": mode,
         "quick": quick,
         "protocol": record.PROTOCOL,
-        "final": {m: {"mean": float(np.mean(v)), "std": float(np.std(v)), "seeds": v} for m, v in final.items()},
-        "best": {m: {"mean": float(np.mean(v)), "std": float(np.std(v)), "seeds": v} for m, v in best.items()},
+        "final": {m: statistics_of(v) for m, v in final.items()},
+        "best": {m: statistics_of(v) for m, v in best.items()},
         "diverged": [s for s in seeds if by_seed[s][-1].get("stopped", {}).get("reason") == "diverged"],
         "epochs": {str(s): len(by_seed[s]) for s in seeds},
-        "curves": {m: [[round(line[m], 6) for line in by_seed[s]] for s in seeds] for m in metrics if m.startswith("test")},
+        "curves": {m: [[line[m] for line in by_seed[s]] for s in seeds] for m in metrics if m.startswith("test")},
         "seconds_per_epoch": statistics.median(seconds[1:] or seconds),
         "compile_seconds": lines[-1]["compile_seconds"],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -147,7 +158,9 @@ def run(
         mode = folder.open(config, seeds, None, quick)
         if finished.exists():
             report(f"{path} is finished already")
-            return json.loads(finished.read_text())
+            summary = json.loads(finished.read_text())
+            _record_once(results or record.results_file(), summary)
+            return summary
         if mode is None:
             mode, why = choose_mode(config, data, seeds)
             report(why)
@@ -172,7 +185,7 @@ def run(
                         report(describe_stop(line["seed"], line["stopped"]))
                 on_epoch(epoch, new)
                 due = time.monotonic() - saved > CHECKPOINT_SECONDS
-                if due or interrupt.wanted or epoch == config.epochs:
+                if due or interrupt.wanted or epoch == config.epochs or not any(progress.training):
                     folder.save(population, epoch, vars(progress))
                     saved = time.monotonic()
                 if interrupt.wanted and epoch < config.epochs:
@@ -180,8 +193,16 @@ def run(
         summary = summarise(config, seeds, lines, mode, quick)
         plot_curves(lines, config, path / "curves.png")
         atomic_write(finished, json.dumps(summary, indent=2).encode())
-        record.append(results or record.results_file(), summary)
+        _record_once(results or record.results_file(), summary)
         return summary
+
+
+def _record_once(file: Path, summary: dict[str, Any]) -> None:
+    """Append the summary, unless a run that was killed right after it had done so."""
+    identity = ("digest", "seeds", "time")
+    same = [r for r in record.read(file) if all(r.get(name) == summary[name] for name in identity)]
+    if not same:
+        record.append(file, summary)
 
 
 def plot_curves(lines: list[dict[str, Any]], config: Config, path: Path) -> None:

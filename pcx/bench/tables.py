@@ -5,8 +5,10 @@ import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pcx.models
 from pcx.bench.config import ConfigError
 from pcx.bench.configs import accuracy, generative, memory, sampling, timing
+from pcx.bench.tasks import configure
 
 COLUMNS = ("dataset", "model", "algorithm", "metric", "paper", "final_mean", "final_std", "best_mean", "seeds")
 
@@ -31,12 +33,21 @@ def _best_record(records: list[dict[str, Any]], dataset: str, model: str, algori
     fitting = [
         r
         for r in records
-        if not r["quick"]
-        and not r["config"]["train_limit"]
-        and not r["config"]["validation"]
-        and all(r["config"][name] == value for name, value in wanted.items())
+        if not r["quick"] and all(r["config"][name] == value for name, value in wanted.items()) and _is_default(r["config"])
     ]
     return max(fitting, key=lambda r: (len(r["seeds"]), r["time"]), default=None)
+
+
+# What may differ from the task's own settings: how products are rounded and how seeds are mapped, not what is trained.
+FREE = ("precision", "population", "energy_limit")
+
+
+def _is_default(config: dict[str, Any]) -> bool:
+    """Whether a run used the settings of its cell."""
+    if config["model"] not in pcx.models.names():
+        return False
+    default = configure(f"{config['dataset']}/{config['model']}", config["algorithm"]).as_dict()
+    return all(config.get(name, value) == value for name, value in default.items() if name not in FREE)
 
 
 def _accuracy(records: list[dict[str, Any]]) -> list[Row]:

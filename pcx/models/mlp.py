@@ -7,6 +7,7 @@ import math
 from jaxtyping import Array, Float
 
 import pcx.nn as pxnn
+from pcx._types import ModelError
 from pcx.models._activations import activation
 from pcx.predictive_coding import EnergyModule, Vode
 
@@ -18,6 +19,11 @@ class Options:
     activation: str = "gelu"
     width: int = 128
     hidden: int = 3
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.hidden < 0:
+            raise ModelError(f"width is {self.width} and hidden is {self.hidden}; they are at least 1 and 0.")
+        activation(self.activation)
 
 
 class MLP(EnergyModule):
