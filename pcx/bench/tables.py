@@ -137,7 +137,7 @@ def _cells(rows: list[Row]) -> list[list[str]]:
     body = []
     for row in rows:
         ours = "not run" if row.final_mean is None else _number(row.final_mean)
-        ours += f" ± {_number(row.final_std)}" if row.final_std is not None else ""
+        ours += f" ± {_number(row.final_std)}" if row.final_std is not None and (row.seeds or 0) > 1 else ""
         seeds = "" if row.seeds is None else str(row.seeds)
         body.append([*row[:4], _number(row.paper), ours, _number(row.best_mean), seeds])
     return [head, *body]
