@@ -368,9 +368,10 @@ def test_both_metrics_of_a_set_are_filled():
     assert cell(rows, dataset="cifar100", model="vgg5", algorithm="cn", metric="top5")["final_mean"] == "100"
 
 
-@pytest.mark.parametrize(
-    "unfit", [{"quick": True}, {"train_limit": 2000}, {"validation": 0.1}, {"algorithm": "pc_ce"}, {"dataset": "kmnist"}]
-)
+UNFIT = [{"quick": True}, {"train_limit": 2000}, {"validation": 0.1}, {"algorithm": "pc_ce"}, {"dataset": "kmnist"}]
+
+
+@pytest.mark.parametrize("unfit", [*UNFIT, {"epochs": 1}, {"batch": 64}])
 def test_some_records_do_not_enter_a_table(unfit):
     write(made(**({"final": [0.5] * 9, "best": [0.5] * 9} | unfit)))
     assert cell(table(), dataset="mnist", model="mlp", algorithm="pc_se")["final_mean"] == ""
