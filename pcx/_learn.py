@@ -116,6 +116,6 @@ def train_step(
     gradient = weight_gradient(model, delta, inferred.values, x, names=inferred.reached, **context)
     gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
     trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
-    none = jnp.zeros_like(next(iter(learned["energies"].values())))
+    none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)
     energies = Nodes({name: learned["energies"].get(name, none) for name in inferred.values})
     return Trained(update_state(trained, inferred.forward.state), weight_state, inferred, energies)

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
-Value: TypeAlias = Shaped[Array | np.ndarray, "batch ..."]
 Key: TypeAlias = Any  # a typed key (`jax.random.key`) or a raw `jax.random.PRNGKey`
 
 
@@ -154,4 +152,3 @@ class Shortcuts(NamedTuple):
 
 ALL_SHORTCUTS = Shortcuts()
 NO_SHORTCUTS = Shortcuts(False, False, False)
-Mask: TypeAlias = Bool[Array | np.ndarray, "..."]

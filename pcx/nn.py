@@ -122,7 +122,7 @@ def _hashable(item: Any) -> Any:
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
-    The gradient of `lax.reduce_window` is a select-and-scatter, which costs a quarter of a step of a VGG; three selects
+    The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators; three selects
     on the four corners are elementwise. A NaN may be swallowed: look for NaN in energies and weights.
     """
     height, width = x.shape[-2] // 2, x.shape[-1] // 2

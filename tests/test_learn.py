@@ -267,3 +267,13 @@ def test_training_settles_the_energy():
     for _ in range(500):
         model, state = step(model, state)
     np.testing.assert_allclose(pcx.run(model, {}, x).output, y, atol=1e-6)
+
+
+def test_nothing_observed_teaches_nothing():
+    """At the forward pass every error is zero: energies are zero and plain gradient descent leaves the weights alone."""
+    model, (x, _) = Chain([3, 3, 3]), batch(3, 3, size=5)
+    descent = optax.sgd(0.1)
+    state = descent.init(pcx.weights(model))
+    done = pcx.train_step(model, x, {}, state_optimiser=descent, weight_optimiser=descent, weight_state=state, steps=3)
+    assert all(energy.tolist() == [0.0] * 5 for energy in done.energies.values())
+    assert largest_difference(pcx.weights(done.model), pcx.weights(model)) == 0

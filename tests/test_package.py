@@ -27,7 +27,8 @@ PUBLIC = {
     "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys max_pool_2x2 next_key
         seed""",
     "pcx.optim": "NoisyState langevin noisy_heavy_ball second_order_langevin",
-    "pcx.algorithms": """Algorithm Metrics State adamw check_positive get metrics_of modules names observations step_key stream
+    "pcx.algorithms": """Algorithm Metrics State adamw check_positive fresh_state get metrics_of
+        modules names observations step_key stream
         warm_up_cosine""",
 }
 

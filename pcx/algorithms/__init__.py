@@ -17,6 +17,7 @@ from pcx.algorithms._common import Metrics as Metrics
 from pcx.algorithms._common import State as State
 from pcx.algorithms._common import adamw as adamw
 from pcx.algorithms._common import check_positive as check_positive
+from pcx.algorithms._common import fresh_state as fresh_state
 from pcx.algorithms._common import metrics_of as metrics_of
 from pcx.algorithms._common import observations as observations
 from pcx.algorithms._common import step_key as step_key

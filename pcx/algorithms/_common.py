@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pcx._energies import cross_entropy, squared_error
 from pcx._free_energy import output_node
+from pcx._model import weights
 from pcx._types import Key, ModelError, Nodes
 
 ENERGY = {"se": squared_error, "ce": cross_entropy}
@@ -24,6 +25,11 @@ class State(eqx.Module):
     weights: Any
     nodes: Any
     step: Int[Array, ""]
+
+
+def fresh_state(model: Any, optimiser: optax.GradientTransformation, nodes: Any = None) -> State:
+    """The state before the first step."""
+    return State(model, optimiser.init(weights(model)), nodes, jnp.zeros((), jnp.int32))
 
 
 class Metrics(NamedTuple):

@@ -11,15 +11,24 @@ This template is predictive coding that learns from the settled errors at the *f
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import optax
 
 from pcx._free_energy import energies, run, update_state
 from pcx._infer import infer
 from pcx._learn import apply_gradient, deltas, weight_gradient
-from pcx._model import weights
 from pcx._types import Key
-from pcx.algorithms._common import ENERGY, Algorithm, Metrics, State, adamw, check_positive, metrics_of, observations, step_key
+from pcx.algorithms._common import (
+    ENERGY,
+    Algorithm,
+    Metrics,
+    State,
+    adamw,
+    check_positive,
+    fresh_state,
+    metrics_of,
+    observations,
+    step_key,
+)
 
 
 class Hyper(eqx.Module):
@@ -59,7 +68,7 @@ def make(
     optimiser = weight_optimiser or adamw(hyper, total_steps)
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
-        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

@@ -12,7 +12,7 @@ import optax
 
 from pcx._free_energy import observe, run, update_state
 from pcx._learn import apply_gradient
-from pcx._model import partition, weights
+from pcx._model import partition
 from pcx._types import Key, Nodes
 from pcx.algorithms._common import (
     ENERGY,
@@ -22,6 +22,7 @@ from pcx.algorithms._common import (
     adamw,
     check_loss,
     check_positive,
+    fresh_state,
     metrics_of,
     observations,
     step_key,
@@ -57,7 +58,7 @@ def make(
     factor = 2.0 if hyper.loss == "se" else 1.0  # the squared error of a node has a half in front
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
-        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

@@ -26,6 +26,7 @@ from pcx.algorithms._common import (
     adamw,
     check_loss,
     check_positive,
+    fresh_state,
     metrics_of,
     observations,
     step_key,
@@ -73,7 +74,7 @@ def make(
     state_optimiser = optax.sgd(hyper.lr_h, momentum=hyper.momentum_h)
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
-        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

@@ -10,7 +10,6 @@ Reference: Oliviers et al. 2024. To generate, call `pcx.infer` with the same opt
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import optax
 
 from pcx import optim
@@ -18,7 +17,6 @@ from pcx._energies import squared_error
 from pcx._free_energy import run
 from pcx._infer import infer
 from pcx._learn import train_step
-from pcx._model import weights
 from pcx._types import Key, ModelError
 from pcx.algorithms._common import (  # fmt: skip
     Algorithm,
@@ -26,6 +24,7 @@ from pcx.algorithms._common import (  # fmt: skip
     State,
     adamw,
     check_positive,
+    fresh_state,
     metrics_of,
     observations,
     step_key,
@@ -101,7 +100,7 @@ def make(
         _, observed = observations(model, x, y, output)
         noise = stream(key, "noise")
         start = infer(model, x, observed, optimiser=dynamics(hyper, noise), steps=0, init=hyper.init, key=key, **options)
-        return State(model, optimiser.init(weights(model)), start.optimiser_state, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser, start.optimiser_state)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

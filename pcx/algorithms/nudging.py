@@ -23,7 +23,6 @@ import optax
 from pcx._energies import squared_error
 from pcx._free_energy import observe
 from pcx._learn import train_step
-from pcx._model import weights
 from pcx._types import Key, ModelError, Nodes
 from pcx.algorithms._common import (  # fmt: skip
     Algorithm,
@@ -31,6 +30,7 @@ from pcx.algorithms._common import (  # fmt: skip
     State,
     adamw,
     check_positive,
+    fresh_state,
     metrics_of,
     observations,
     step_key,
@@ -117,7 +117,7 @@ def make(
     optimiser = weight_optimiser or adamw(hyper, total_steps)
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
-        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

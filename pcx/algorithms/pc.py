@@ -10,11 +10,9 @@ the forward pass. Reference: Whittington & Bogacz 2017; Pinchetti et al. 2022 fo
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import optax
 
 from pcx._learn import train_step
-from pcx._model import weights
 from pcx._types import Key
 from pcx.algorithms._common import (
     ENERGY,
@@ -24,6 +22,7 @@ from pcx.algorithms._common import (
     adamw,
     check_loss,
     check_positive,
+    fresh_state,
     metrics_of,
     observations,
     step_key,
@@ -69,7 +68,7 @@ def make(
     optimiser = weight_optimiser or adamw(hyper, total_steps)
 
     def init(model: Any, x: Any, y: Any, key: Key) -> State:
-        return State(model, optimiser.init(weights(model)), None, jnp.zeros((), jnp.int32))
+        return fresh_state(model, optimiser)
 
     def step(state: State, x: Any, y: Any, key: Key, epoch: Any = 0) -> tuple[State, Metrics]:
         name, observed = observations(state.model, x, y, output)

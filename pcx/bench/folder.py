@@ -49,13 +49,16 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def open(self, config: Config, seeds: list[int], mode: str | None, quick: bool) -> str | None:
-        """Start or go on: the mode of the run before, or None. A folder that holds another run is refused."""
-        wanted = {"config": config.as_dict(), "seeds": seeds, "quick": quick}
+    def start(self, config: Config, seeds: list[int], mode: str, quick: bool) -> None:
+        """Write down what this run is."""
+        facts = {"config": config.as_dict(), "seeds": seeds, "quick": quick, "digest": config.digest(), "mode": mode}
+        atomic_write(self.path / "config.json", json.dumps(facts, indent=2).encode())
+
+    def mode_before(self, config: Config, seeds: list[int], quick: bool) -> str | None:
+        """The mode of the run that this folder holds, None if it is new; a folder that holds another run is refused."""
         file = self.path / "config.json"
         if not file.exists():
-            atomic_write(file, json.dumps(wanted | {"digest": config.digest(), "mode": mode}, indent=2).encode())
-            return mode
+            return None
         try:
             found = json.loads(file.read_text())
             there = _flat(found["config"]) | {"seeds": found["seeds"], "quick": found["quick"]}

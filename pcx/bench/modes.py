@@ -11,6 +11,7 @@ import jax
 from pcx.bench.config import Config
 from pcx.bench.engine import MODES, Engine
 from pcx.data import DataSet
+from pcx.data.store import platform_cache
 from pcx.utils import atomic_write
 
 STEPS = 12
@@ -18,8 +19,8 @@ STEPS = 12
 
 def cache_folder() -> Path:
     """``$PCX_CACHE``, else the platform's cache folder."""
-    base = os.environ.get("PCX_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) if os.environ.get("PCX_CACHE") else Path(base) / "pcx"
+    given = os.environ.get("PCX_CACHE")
+    return Path(given).expanduser() if given else platform_cache()
 
 
 def use_compilation_cache() -> None:
@@ -33,8 +34,10 @@ def choose_mode(config: Config, data: DataSet, seeds: list[int]) -> tuple[str, s
     device = jax.devices()[0]
     if device.platform != "cpu":
         return "scan", f"an epoch is one program on {device.device_kind}"
-    kind = {**config.as_dict(), "epochs": 0, "members": len(seeds), "device": device.device_kind, "jax": jax.__version__,
-            "cpus": os.cpu_count()}  # fmt: skip
+    facts = config.as_dict()
+    shape = {name: value for name, value in facts["hyper"].items() if not isinstance(value, float)}  # rates cost no time
+    here = {"members": len(seeds), "device": device.device_kind, "jax": jax.__version__, "cpus": os.cpu_count()}
+    kind = facts | here | {"hyper": shape, "epochs": 0}
     name = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:16]
     file = cache_folder() / "modes" / f"{name}.json"
     if file.exists():

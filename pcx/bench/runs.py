@@ -155,7 +155,7 @@ def run(
     """Train into a folder, or go on with what it holds; returns the summary, which is also appended to the records."""
     with Folder(path) as folder:
         finished = path / "summary.json"
-        mode = folder.open(config, seeds, None, quick)
+        mode = folder.mode_before(config, seeds, quick)
         if finished.exists():
             report(f"{path} is finished already")
             summary = json.loads(finished.read_text())
@@ -164,8 +164,7 @@ def run(
         if mode is None:
             mode, why = choose_mode(config, data, seeds)
             report(why)
-            (path / "config.json").unlink()
-            folder.open(config, seeds, mode, quick)
+            folder.start(config, seeds, mode, quick)
         engine = Engine(config, data, seeds, mode)
         population, progress, start = engine.init(), Progress(len(seeds)), 0
         loaded = folder.load(population)
