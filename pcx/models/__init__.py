@@ -1,7 +1,7 @@
 """Model families of the benchmark, one file each; `get` finds them by name.
 
 >>> names()
-['mlp', 'vgg5', 'vgg7']
+['alexnet', 'mlp', 'vgg5', 'vgg7']
 """
 
 import importlib

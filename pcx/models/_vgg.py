@@ -1,8 +1,10 @@
-"""VGG-like networks: 3×3 convolutions, an activation, 2×2 max-pooling after some of them, one dense layer at the end.
+"""Convolutional classifiers without normalisation: VGG-like networks and AlexNet.
 
-A node follows each convolution (after its activation and pooling) and the dense layer; there is no normalisation.
+Blocks of a 3×3 convolution, an activation and, after some, 2×2 max-pooling; then dense layers with activations between
+them. A node follows each block and each dense layer.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,10 @@ from pcx.predictive_coding import EnergyModule, Vode
 
 
 class VGG(EnergyModule):
-    """``pooled`` says after which convolutions the image is halved; node i is ``vodes.i``."""
+    """``pooled`` says after which convolutions the image is halved, ``dense`` how wide the hidden dense layers are.
+
+    Node i is ``vodes.i``.
+    """
 
     def __init__(
         self,
@@ -25,15 +30,19 @@ class VGG(EnergyModule):
         paddings: Sequence[int],
         pooled: Sequence[bool],
         activation_name: str,
+        dense: Sequence[int] = (),
+        strides: Sequence[int] | None = None,
     ):
-        sizes = [shape[0], *channels]
-        self.convolutions = [pxnn.Conv2d(i, o, 3, padding=p) for i, o, p in zip(sizes[:-1], sizes[1:], paddings, strict=True)]
+        sizes = itertools.pairwise([shape[0], *channels])
+        steps = strides or [1] * len(channels)
+        self.convolutions = [pxnn.Conv2d(i, o, 3, s, p) for (i, o), s, p in zip(sizes, steps, paddings, strict=True)]
         self.pool = pxnn.MaxPool2d(2)
         self.pooled = tuple(pooled)
         self.activation = activation(activation_name)
         features = jax.eval_shape(self.features, jax.ShapeDtypeStruct(tuple(shape), self.convolutions[0].weight.dtype))
-        self.head = pxnn.Linear(features.size, classes)
-        self.vodes = [Vode() for _ in [*channels, classes]]
+        *hidden, self.head = [pxnn.Linear(i, o) for i, o in itertools.pairwise([features.size, *dense, classes])]
+        self.hidden = hidden
+        self.vodes = [Vode() for _ in [*channels, *dense, classes]]
 
     def block(self, i: int, x: Array) -> Array:
         """One convolution with its activation and pooling: the prediction of node i."""
@@ -48,4 +57,7 @@ class VGG(EnergyModule):
     def __call__(self, x: Float[Array, "channels height width"]) -> Float[Array, " classes"]:
         for i in range(len(self.convolutions)):
             x = self.vodes[i](self.block(i, x))
-        return self.vodes[-1](self.head(x.reshape(-1)))
+        x = x.reshape(-1)
+        for layer, vode in zip(self.hidden, self.vodes[len(self.convolutions) : -1], strict=True):
+            x = vode(self.activation(layer(x)))
+        return self.vodes[-1](self.head(x))
