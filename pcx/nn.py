@@ -119,17 +119,36 @@ def _hashable(item: Any) -> Any:
     return tuple(item) if isinstance(item, list | tuple) else item
 
 
+@jax.custom_jvp
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
-    The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators; three selects
-    on the four corners are elementwise. A NaN may be swallowed: look for NaN in energies and weights.
+    The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators. Here it is one
+    elementwise pass: each pixel takes its window's gradient or zero. A NaN may be swallowed: look for NaN in energies and weights.
     """
+    return _largest(_windows(x))[0]
+
+
+def _windows(x: Array) -> Array:
+    """Pixels as (…, window row, row inside, window column, column inside); an odd last row or column is left out."""
     height, width = x.shape[-2] // 2, x.shape[-1] // 2
-    corners = x[..., : 2 * height, : 2 * width].reshape(*x.shape[:-2], height, 2, width, 2)
-    a, b, c, d = (corners[..., i, :, j] for i in (0, 1) for j in (0, 1))
+    return x[..., : 2 * height, : 2 * width].reshape(*x.shape[:-2], height, 2, width, 2)
+
+
+def _largest(windows: Array) -> tuple[Array, Array]:
+    """Of every window the first maximum, and its place: 0, 1 in the upper row, 2, 3 in the lower."""
+    a, b, c, d = (windows[..., i, :, j] for i in (0, 1) for j in (0, 1))
     top, bottom = jnp.where(a >= b, a, b), jnp.where(c >= d, c, d)
-    return jnp.where(top >= bottom, top, bottom)
+    place = jnp.where(top >= bottom, jnp.where(a >= b, 0, 1), jnp.where(c >= d, 2, 3)).astype(jnp.int8)
+    return jnp.where(top >= bottom, top, bottom), place
+
+
+@max_pool_2x2.defjvp
+def _max_pool_2x2_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    largest, place = _largest(_windows(primals[0]))
+    corner = jnp.arange(4, dtype=jnp.int8).reshape(2, 1, 2)
+    chosen = place[..., :, None, :, None] == corner
+    return largest, jnp.sum(jnp.where(chosen, _windows(tangents[0]), 0), axis=(-3, -1))
 
 
 class MaxPool2d(eqx.Module):

@@ -252,12 +252,13 @@ def test_a_diverged_seed_is_named_and_the_others_finish(tmp_path, whole):
     """A limit between the largest energies of two seeds stops one of them."""
     engine, peaks = Engine(config(), DIGITS, [0, 1], "host"), []
     population = engine.init()
+    carry = (population.states, population.health.alive)
     for number in range(3):
         order = engine._order(engine.keys, np.int32(number))
         for step in range(engine.steps):
-            carry, shared = (*population, engine._no_sums((2,))), (engine.arrays, np.int32(number), np.int32(step))
-            *population, sums = engine._step(carry, engine.floats, engine.keys, order[:, step], *shared)
-            peaks.append([(float(row.max()), number, step) for row in sums.energies])
+            shared = (engine.arrays, np.int32(number), np.int32(step))
+            carry, rows = engine._step(carry, engine.floats, engine.keys, order[:, step], *shared)
+            peaks.append([(float(row[: len(engine.nodes)].max()), number, step) for row in rows])
     largest = [max(peak[seed] for peak in peaks) for seed in (0, 1)]
     sick = largest.index(max(largest))
     limit = (largest[0][0] + largest[1][0]) / 2

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pcx.bench.cli_bench import bench_app, fail
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -17,6 +19,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="List the data sets that are here, or fetch one.", invoke_without_command=True)
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 
 RUN_HELP = """Train a task by an algorithm, evaluate it after every epoch, and record the result.
 
@@ -32,12 +35,6 @@ Examples:
     pcx run mnist/mlp --algorithm pc_se --set T=12 lr_h=0.02 --set batch=64
 
 Killed or stopped by Ctrl-C, the same command goes on where it was."""
-
-
-def fail(message: object) -> typer.Exit:
-    """One sentence on standard error, and a non-zero exit."""
-    print(f"error: {message}", file=sys.stderr)
-    return typer.Exit(2)
 
 
 @app.command(help=RUN_HELP)
@@ -116,7 +113,8 @@ def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> 
     from pcx.bench.tables import rows_of
 
     if table != "accuracy":
-        raise ConfigError(f"the cells of {table} cannot be run yet; accuracy can.")
+        how = "are timed by pcx bench speed" if table == "timing" else "cannot be run yet"
+        raise ConfigError(f"the cells of {table} {how}; accuracy can be run.")
     here = {status.name for status in pcx.data.status() if status.present and "train" in status.splits}
     rows = [row for row in rows_of(table, record.read(record.results_file())) if row.metric == "top1"]
     missing = [row for row in rows if row.final_mean is None]
@@ -175,20 +173,25 @@ class Bar:
 def table(
     name: Annotated[str, typer.Argument(help="accuracy, generative, memory, sampling or timing")],
     format_: Annotated[str, typer.Option("--format", "-f", help="text, markdown or csv")] = "text",
-    records: Annotated[Path | None, typer.Option(help="file of records (default results/records.jsonl)")] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="file of records (default results/records.jsonl; timing: speed.jsonl)")
+    ] = None,
 ) -> None:
     """Print a table of the paper, ours beside it: the last epoch (mean ± deviation over seeds), and the best test epoch.
 
+    The timing table shows what `pcx bench speed` recorded, beside the paper's figures and those of other libraries.
+
     Example: pcx table accuracy --format markdown
     """
-    from pcx.bench import record
+    from pcx.bench import record, speed
     from pcx.bench.config import ConfigError
     from pcx.bench.tables import FORMATS, rows_of
 
     if format_ not in FORMATS:
         raise fail(f"--format is {format_!r}; use {', '.join(FORMATS)}.")
     try:
-        rows = rows_of(name, record.read(records or record.results_file()))
+        default, needed = (speed.file("speed.jsonl"), record.SPEED) if name == "timing" else (record.results_file(), record.RUN)
+        rows = rows_of(name, record.read(records or default, needed))
     except (ConfigError, ValueError) as error:
         raise fail(error) from None
     print(FORMATS[format_](rows).rstrip("\n"))

@@ -133,40 +133,47 @@ class Engine:
         return self._algorithm(floats).init(model, x, arrays[1][rows], key)
 
     def _step_member(self, carry: Any, floats: Any, key: Key, arrays: Any, rows: Array, epoch: Array, step: Array) -> Any:
-        state, health, sums = carry
+        """One training step, and what it measured as one row: the energies, the loss, how many were right (top 1 and 5).
+
+        A member whose energies or loss go wrong keeps its last state from then on.
+        """
+        state, alive = carry
         own = jax.random.fold_in(jax.random.fold_in(stream(key, "augmentation"), epoch), step)
         labels = arrays[1][rows]
         x = self.pipeline.train(own, arrays[0][rows])
         new, metrics = self._algorithm(floats).step(state, x, labels, key, epoch)
-        energies = jnp.stack([metrics.energies[name] for name in self.nodes])
-        wrong = ~jnp.isfinite(energies) | (energies > self.config.energy_limit)
-        good = ~jnp.any(wrong) & jnp.isfinite(metrics.loss)
-        fell = health.alive & ~good
-        alive = health.alive & good
-        health = Health(
-            alive,
-            jnp.where(fell, epoch, health.epoch).astype(jnp.int32),
-            jnp.where(fell, step, health.step).astype(jnp.int32),
-            jnp.where(fell, jnp.where(jnp.any(wrong), jnp.argmax(wrong), len(self.nodes) - 1), health.node).astype(jnp.int32),
-        )
-        state = jax.tree.map(lambda a, b: _select(alive, a, b), new, state)
-        right = [_correct(metrics.prediction, labels, k) for k in (1, 5)]
-        top1, top5 = (jnp.sum(r).astype(jnp.float32) for r in right)
-        part = Sums(energies, metrics.loss, top1, top5, jnp.ones(()))
-        sums = jax.tree.map(lambda total, new: total + jnp.where(alive, new, 0).astype(total.dtype), sums, part)
-        return state, health, sums
+        rank = _rank(metrics.prediction, labels)
+        parts = [*(metrics.energies[name] for name in self.nodes), metrics.loss, jnp.sum(rank < 1), jnp.sum(rank < 5)]
+        row = jnp.stack([part.astype(jnp.float32) for part in parts])
+        alive = alive & ~jnp.any(self._wrong(row))
+        return (jax.tree.map(lambda a, b: _select(alive, a, b), new, state), alive), row
+
+    def _wrong(self, row: Array) -> Array:
+        """Which energies are not numbers or too large, and whether the loss is no number."""
+        energies, loss = row[..., : len(self.nodes)], row[..., len(self.nodes)]
+        sick = ~jnp.isfinite(energies) | (energies > self.config.energy_limit)
+        return jnp.concatenate([sick, ~jnp.isfinite(loss)[..., None]], axis=-1)
 
     def _epoch_member(self, state: State, health: Health, floats: Any, key: Key, arrays: Any, epoch: Array) -> Any:
         order = augment.epoch_order(jax.random.fold_in(stream(key, "order"), epoch), len(self.train_set), self.config.batch)
 
         def body(carry: Any, step: Array) -> Any:
-            return self._step_member(carry, floats, key, arrays, order[step], epoch, step), None
+            return self._step_member(carry, floats, key, arrays, order[step], epoch, step)
 
-        carry, _ = jax.lax.scan(body, (state, health, self._no_sums(())), jnp.arange(self.steps))
-        return carry
+        (state, _), rows = jax.lax.scan(body, (state, health.alive), jnp.arange(self.steps))
+        return state, *self._summarise(health, rows, epoch)
 
-    def _no_sums(self, lead: tuple[int, ...]) -> Sums:
-        return Sums(jnp.zeros((*lead, len(self.nodes)), jnp.float32), *(jnp.zeros(lead, jnp.float32) for _ in range(4)))
+    def _summarise(self, health: Health, rows: Array, epoch: Array) -> tuple[Health, Sums]:
+        """The health of a member after an epoch, and its sums over the steps before anything went wrong."""
+        wrong = self._wrong(rows)
+        lived = health.alive & jnp.cumprod(~jnp.any(wrong, axis=-1)).astype(bool)
+        fell = health.alive & ~lived[-1]
+        step = jnp.argmin(lived)
+        node = jnp.minimum(jnp.argmax(wrong[step]), len(self.nodes) - 1)  # the loss belongs to the last node
+        places = ((health.epoch, epoch), (health.step, step), (health.node, node))
+        after = Health(lived[-1], *(jnp.where(fell, now, before).astype(jnp.int32) for before, now in places))
+        total = jnp.sum(jnp.where(lived[:, None], rows, 0), axis=0)
+        return after, Sums(total[: len(self.nodes)], *total[len(self.nodes) :], jnp.sum(lived, dtype=jnp.float32))
 
     # --- the population
 
@@ -192,6 +199,7 @@ class Engine:
             lambda carry, floats, key, rows, *shared: self._step_member(carry, floats, key, shared[0], rows, *shared[1:]), 3
         )
         self._step = jax.jit(step, donate_argnums=0)
+        self._summary = jax.jit(self._mapped(self._summarise, 1))
         self._order = jax.jit(
             self._mapped(
                 lambda key, epoch: augment.epoch_order(
@@ -227,11 +235,13 @@ class Engine:
             states, health, sums = self._run("epoch", self._epoch, population, self.floats, self.keys, self.arrays, at)
         else:
             order = self._run("order", self._order, self.keys, at)
-            carry = (*population, self._no_sums((self.members,)))
+            carry, rows = (population.states, jnp.copy(population.health.alive)), []
             for i in range(self.steps):
                 shared = (self.arrays, at, jnp.asarray(i, jnp.int32))
-                carry = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
-            states, health, sums = carry
+                carry, row = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
+                rows.append(row)
+            states = carry[0]
+            health, sums = self._run(f"summary {self.steps}", self._summary, population.health, jnp.stack(rows, axis=1), at)
         sums = jax.device_get(sums)
         self.timing.train = time.perf_counter() - start - (self.timing.compile - before)
         lived = np.maximum(sums.steps, 1)
@@ -251,7 +261,8 @@ class Engine:
             u = run(state.model, {}, self.pipeline.test(images)).predictions[self.output]
             target = jax.nn.one_hot(labels, self.classes, dtype=u.dtype)
             loss = jax.vmap(ENERGY[getattr(self.config.hyper, "loss", "se")])(target, u)
-            parts = (loss, _correct(u, labels, 1), _correct(u, labels, 5))
+            rank = _rank(u, labels)
+            parts = (loss, rank < 1, rank < 5)
             return jax.tree.map(lambda t, p: t + jnp.sum(jnp.where(mask, p, 0)), total, parts), None
 
         zero = jnp.zeros(())
@@ -285,10 +296,8 @@ def _select(alive: Array, new: Array, old: Array) -> Array:
     return jnp.where(alive, new, old)
 
 
-def _correct(output: Array, labels: Array, k: int) -> Array:
-    """Whether the label is among the k largest outputs."""
-    if k >= output.shape[-1]:
-        return jnp.ones(labels.shape, bool)
-    if k == 1:
-        return jnp.argmax(output, axis=-1) == labels
-    return jnp.any(jax.lax.top_k(output, k)[1] == labels[:, None], axis=-1)
+def _rank(output: Array, labels: Array) -> Array:
+    """How many outputs come before the label's: the larger ones, and of equal ones the earlier. A NaN is last."""
+    own = jnp.take_along_axis(output, labels[:, None], axis=-1)
+    earlier = jnp.arange(output.shape[-1]) < labels[:, None]
+    return jnp.sum(~(output <= own) | ((output == own) & earlier), axis=-1)

@@ -84,3 +84,43 @@ def energies(history: Any, path: Path, title: str) -> None:
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def scaling(records: list[dict[str, Any]], path: Path) -> None:
+    """Training time relative to the base against the multiplier of one number, stacked and not: the paper's scaling figure."""
+    import matplotlib.pyplot as plt
+
+    titles = {"batch": "batch", "dim": "width", "layers": "depth", "T": "inference steps"}
+    figure, (panels,) = _figure(len(titles))
+    for axes, (parameter, title) in zip(panels, titles.items(), strict=True):
+        for stacked in (True, False):
+            mine = [r for r in records if r["stacked"] == stacked and r["parameter"] in ("base", parameter)]
+            mine.sort(key=lambda r: r["multiplier"])
+            seconds = [r["seconds"]["median"] for r in mine]
+            label = f"{'stacked' if stacked else 'not stacked'}, {seconds[0]:.3f} to {seconds[-1]:.3f} s"
+            axes.plot([r["multiplier"] for r in mine], [s / seconds[0] for s in seconds], "o-", label=label)
+        axes.set(xlabel="multiplier", ylabel="time relative to base", title=f"{title}, base {mine[0][parameter]}")
+        axes.legend(fontsize=8)
+    figure.suptitle(f"one epoch of {records[0]['batches']} batches on {records[0]['device']['kind']}", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def depth(records: list[dict[str, Any]], path: Path) -> None:
+    """Time of one inference against the number of equal layers, stacked and not."""
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(r["kind"] for r in records))
+    figure, (panels,) = _figure(len(kinds))
+    for axes, kind in zip(panels, kinds, strict=True):
+        for stacked in (True, False):
+            mine = sorted((r for r in records if (r["kind"], r["stacked"]) == (kind, stacked)), key=lambda r: r["layers"])
+            milliseconds = [1e3 * r["seconds"]["median"] for r in mine]
+            grown = milliseconds[-1] / milliseconds[0]
+            label = f"{'stacked' if stacked else 'not stacked'}, × {grown:.2f} from {mine[0]['layers']} to {mine[-1]['layers']}"
+            axes.plot([r["layers"] for r in mine], milliseconds, "o-", label=label)
+        axes.set(xlabel="layers", ylabel="ms per inference", xscale="log", yscale="log", title=f"{kind}, T = {mine[0]['T']}")
+        axes.legend(fontsize=8)
+    figure.suptitle(f"width {mine[0]['dim']}, batch {mine[0]['batch']} on {mine[0]['device']['kind']}", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

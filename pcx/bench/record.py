@@ -56,8 +56,13 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file; a line that is not one is named."""
+RUN = ("config", "seeds", "quick", "final", "best", "time")
+SPEED = ("what", "dataset", "model", "algorithm", "precision", "data", "seconds", "quick", "device", "time")
+SCALING = ("what", "stacked", "layers", "seconds", "quick", "device", "time")
+
+
+def read(path: Path, needed: tuple[str, ...] = RUN) -> list[dict[str, Any]]:
+    """All records of a file; a line that lacks one of the ``needed`` names is named."""
     if not path.exists():
         return []
     records = []
@@ -66,7 +71,6 @@ def read(path: Path) -> list[dict[str, Any]]:
             found = json.loads(line)
         except json.JSONDecodeError:
             found = None
-        needed = ("config", "seeds", "quick", "final", "best", "time")
         if not isinstance(found, dict) or any(name not in found for name in needed):
             raise ValueError(f"line {number} of {path} is not a record; remove it or restore the file.")
         records.append(found)

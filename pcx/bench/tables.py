@@ -10,8 +10,6 @@ from pcx.bench.config import ConfigError
 from pcx.bench.configs import accuracy, generative, memory, sampling, timing
 from pcx.bench.tasks import configure
 
-COLUMNS = ("dataset", "model", "algorithm", "metric", "paper", "final_mean", "final_std", "best_mean", "seeds")
-
 
 class Row(NamedTuple):
     """One metric of one cell; what has not been run is None."""
@@ -25,6 +23,24 @@ class Row(NamedTuple):
     final_std: float | None
     best_mean: float | None
     seeds: int | None
+
+
+class Speed(NamedTuple):
+    """Seconds per epoch of one row by one algorithm; ``ratio`` is PC over BP in the same precision on the same device."""
+
+    dataset: str
+    model: str
+    algorithm: str
+    precision: str | None
+    median: float | None
+    std: float | None
+    ratio: float | None
+    paper: float
+    pcx: float | None
+    jpc: float | None
+    song: float | None
+    data: str | None
+    device: str | None
 
 
 def _best_record(records: list[dict[str, Any]], dataset: str, model: str, algorithm: str) -> dict[str, Any] | None:
@@ -69,15 +85,32 @@ def _accuracy(records: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def _timing(records: list[dict[str, Any]]) -> list[Row]:
+def _timing(records: list[dict[str, Any]]) -> list[Speed]:
     rows = []
     for (model, dataset), figures in timing.PAPER.items():
-        for algorithm, (paper, _) in figures.items():
-            found = _best_record([r for r in records if r["members"] == 1], dataset, model, algorithm)
-            mean = None if found is None else found["seconds_per_epoch"]
-            seeds = None if found is None else len(found["seeds"])
-            rows.append(Row(dataset, model, algorithm, timing.METRIC, paper, mean, None, None, seeds))
+        cells = {a: _timed(records, dataset, model, a) for a in ("pc_se", "bp_se")}
+        for algorithm, found in cells.items():
+            peers = timing.PEERS[model, dataset][algorithm]
+            others = (figures[algorithm][0], peers.get("pcx"), peers.get("jpc"), peers.get("song"))
+            if not found:
+                rows.append(Speed(dataset, model, algorithm, None, None, None, None, *others, None, None))
+            for precision, record in found.items():
+                base = cells["bp_se"].get(precision) if algorithm == "pc_se" else None
+                same = base is not None and base["device"]["kind"] == record["device"]["kind"]
+                seconds, kind = record["seconds"], record["device"]["kind"]
+                ratio = seconds["median"] / base["seconds"]["median"] if base is not None and same else None
+                ours = (precision, seconds["median"], seconds["std"], ratio)
+                rows.append(Speed(dataset, model, algorithm, *ours, *others, record["data"], kind))
     return rows
+
+
+def _timed(records: list[dict[str, Any]], dataset: str, model: str, algorithm: str) -> dict[str, dict[str, Any]]:
+    """For every precision the newest record of a cell; one from an accelerator comes before one from a CPU."""
+    wanted = {"what": "speed", "quick": False, "dataset": dataset, "model": model, "algorithm": algorithm}
+    fitting = [r for r in records if all(r[name] == value for name, value in wanted.items())]
+    ordered = sorted(fitting, key=lambda r: (r["device"]["platform"] != "cpu", r["time"]))
+    newest = {r["precision"]: r for r in ordered}
+    return {precision: newest[precision] for precision in sorted(newest, key=["float32", "tf32", "bf16"].index)}
 
 
 def _generative(records: list[dict[str, Any]]) -> list[Row]:
@@ -102,7 +135,7 @@ def _sampling(records: list[dict[str, Any]]) -> list[Row]:
             for (algorithm, metric), (paper, _) in sampling.PAPER.items()]  # fmt: skip
 
 
-TABLES: dict[str, Callable[[list[dict[str, Any]]], list[Row]]] = {
+TABLES: dict[str, Callable[[list[dict[str, Any]]], list[Any]]] = {
     "accuracy": _accuracy,
     "generative": _generative,
     "memory": _memory,
@@ -111,8 +144,8 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], list[Row]]] = {
 }
 
 
-def rows_of(name: str, records: list[dict[str, Any]]) -> list[Row]:
-    """The rows of a table."""
+def rows_of(name: str, records: list[dict[str, Any]]) -> list[Any]:
+    """The rows of a table: `Speed` for timing, from the records of `pcx bench speed`; `Row` for all others."""
     if name not in TABLES:
         raise ConfigError(f"there is no table {name!r}; there are {', '.join(TABLES)}.")
     return TABLES[name](records)
@@ -122,17 +155,21 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def as_csv(rows: list[Row]) -> str:
+def as_csv(rows: list[Any]) -> str:
     """Comma-separated, one row per metric, empty where not run."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(rows[0]._fields)
     for row in rows:
         writer.writerow(["" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in row])
     return buffer.getvalue()
 
 
-def _cells(rows: list[Row]) -> list[list[str]]:
+def _cells(rows: list[Any]) -> list[list[str]]:
+    return _speed_cells(rows) if isinstance(rows[0], Speed) else _result_cells(rows)
+
+
+def _result_cells(rows: list[Row]) -> list[list[str]]:
     head = ["data set", "model", "algorithm", "metric", "paper", "ours (final epoch)", "ours (best test epoch)", "seeds"]
     body = []
     for row in rows:
@@ -143,15 +180,31 @@ def _cells(rows: list[Row]) -> list[list[str]]:
     return [head, *body]
 
 
-def as_text(rows: list[Row]) -> str:
-    """Aligned columns."""
-    cells = _cells(rows)
+def _speed_cells(rows: list[Speed]) -> list[list[str]]:
+    head = ["data set", "model", "algorithm", "precision", "ours (s/epoch)", "PC/BP", "paper (A100)"]
+    head += ["PCX 08-2026 (H200)", "JPC (H200)", "Song (H200)", "our data", "our device"]
+    body = []
+    for row in rows:
+        ours = "not run" if row.median is None else f"{_number(row.median, 3)} ± {_number(row.std, 3)}"
+        peers = [_number(row.pcx, 3), _number(row.jpc, 3), _number(row.song, 2)]
+        figures = [ours, _number(row.ratio), _number(row.paper), *peers]
+        body.append([row.dataset, row.model, row.algorithm, row.precision or "", *figures, row.data or "", row.device or ""])
+    return [head, *body]
+
+
+def aligned(cells: list[list[str]]) -> str:
+    """Columns of equal width; the first row is the head."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def as_markdown(rows: list[Row]) -> str:
+def as_text(rows: list[Any]) -> str:
+    """Aligned columns."""
+    return aligned(_cells(rows))
+
+
+def as_markdown(rows: list[Any]) -> str:
     cells = _cells(rows)
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return "\n".join([lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]])
