@@ -4,7 +4,7 @@ One call serves every use; only what is observed differs: input and label (train
 node (a generative model), part of a node (recall), nothing (sampling), the input alone (prediction).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,9 @@ from pcx._free_energy import (
 )
 from pcx._init import Init, forward
 from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
+from pcx.shortcuts import products
 from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
+from pcx.shortcuts.products import Anchor
 
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
@@ -125,29 +127,45 @@ class _Task:
         self.factors = [n for n, f in self.energies.items() if f is not zero]
         self.program: Program | None = None
         self.stacks: Any = None
+        self.anchor: Anchor | None = None
         self.constants: Nodes[Array] = Nodes()
-        if any(shortcuts):
+        if any(shortcuts) or products.wanted():
             self.program = Program(model, start.values, x, key, training)
-            self.stacks = self.program.stacked_weights() if shortcuts.stack else None
+            self.anchor = self.program.anchor(start.values) if products.wanted() else None
+            self.stacks = self.program.stacked_weights() if shortcuts.stack and self.anchor is None else None
             settled = [n for n, its in self.program.parents.items() if not its & set(self.free)]
             self.constants = start.predictions.only(settled if shortcuts.constant else ())
 
-    def predictions(self, values: Nodes[Array], names: list[str]) -> Nodes[Array]:
+    def predictions(self, values: Nodes[Array], names: list[str], moved: Iterable[str]) -> Nodes[Array]:
         if self.program is None:
             x, key, training = self.context
             return execute(self.model, values, x, {}, {}, key, training, self.batch).predictions
         moving = [name for name in names if name not in self.constants]
-        return self.program.predict(values, moving, stacks=self.stacks) | self.constants.only(names)
+        product = None if self.anchor is None else self.anchor.product
+        found = self.program.predict(values, moving, stacks=self.stacks, product=product, moved=moved)
+        return found | self.constants.only(names)
 
-    def energy_of(self, values: Nodes[Array], step: Any, names: list[str]) -> Nodes[Float[Array, " batch"]]:
+    def energy_of(
+        self, values: Nodes[Array], step: Any, names: list[str], moved: Iterable[str] | None = None
+    ) -> Nodes[Float[Array, " batch"]]:
         factors = self.objective.factors(self.model, self.start.values.only(names), step)
-        return factor_energies(factors, values, self.predictions(values, names))
+        return factor_energies(factors, values, self.predictions(values, names, self.free if moved is None else moved))
 
-    def gradient(self, values: Nodes[Array], step: Any, active: list[str], targets: list[str]) -> Nodes[Array]:
-        """The gradient of the active energies, summed over nodes and batch, for the target nodes."""
+    def gradient(
+        self,
+        values: Nodes[Array],
+        step: Any,
+        active: list[str],
+        targets: list[str],
+        moved: Iterable[str] | None = None,
+    ) -> Nodes[Array]:
+        """The gradient of the active energies, summed over nodes and batch, for the target nodes.
+
+        ``moved`` are the nodes that may have left their start (by default all free ones).
+        """
 
         def total(moving: Nodes[Array]) -> Array:
-            parts = self.energy_of(values | moving, step, active)
+            parts = self.energy_of(values | moving, step, active, moved)
             return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), jnp.result_type(*values.values())))
 
         gradients = jax.grad(total)(values.only(targets))
@@ -185,9 +203,10 @@ class _Task:
             quiet = {n for n in at_prediction if getattr(self.energies[n], "stationary", False)}
             plan = list(waves(self.program.parents, self.free, self.factors, set(self.factors) - quiet))
             if lazy.keeps_zeros([reached for _, reached in plan[:steps]]):
-                zeros = lazy.init()
+                zeros, moved = lazy.init(), set[str]()
                 for active, targets in plan[: min(len(plan) - 1, steps)]:
-                    gradients = self.gradient(values, done, active, targets)
+                    gradients = self.gradient(values, done, active, targets, moved)
+                    moved |= set(targets)
                     updates, zeros = lazy.update(gradients, zeros, values.only(self.free))
                     values = self.moved(values, {n: updates[n] for n in targets})
                     done += 1

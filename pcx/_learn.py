@@ -17,6 +17,7 @@ from pcx._free_energy import batch_size, execute, factor_energies, make_objectiv
 from pcx._infer import infer
 from pcx._model import Vode, named, partition
 from pcx._types import Key, ModelError, Nodes, Trained, near
+from pcx.shortcuts import products
 from pcx.shortcuts.plan import Program
 from pcx.shortcuts.zeros import refuse_nan
 
@@ -50,6 +51,7 @@ def weight_gradient(
     x: Any = None,
     *,
     names: Iterable[str] | None = None,
+    start: Mapping[str, Array] | None = None,
     key: Key = None,
     training: bool = False,
 ) -> M:
@@ -58,6 +60,7 @@ def weight_gradient(
     ``delta`` may be a function of the predictions at these values; then they are computed once, not twice. Nodes that
     are not in ``delta`` (with a function: not in ``names``) contribute nothing and cost nothing. The result has the
     model's structure, with None where there is no weight. BatchNorm is differentiated with its batch statistics.
+    ``start`` are the values where inference began: what products in bfloat16 are anchored at (`pcx.shortcuts.products`).
     """
     n = batch_size(x, values)
     nodes = named(model, Vode)
@@ -68,10 +71,13 @@ def weight_gradient(
     weights, rest = partition(model)
     full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n).values
     program = Program(model, full, x, key, training)
+    product = program.anchor(full if start is None else Nodes(start)).product if products.wanted() else None
+    moved = () if start is None else tuple(full)
 
     def predictions(weights: M) -> Nodes[Array]:
         arrays = eqx.filter(eqx.combine(weights, rest), eqx.is_array)
-        return program.predict(full, [name for name in program.outputs if name in set(wanted)], arrays)
+        named = [name for name in program.outputs if name in set(wanted)]
+        return program.predict(full, named, arrays, product=product, moved=moved)
 
     u, pull = jax.vjp(predictions, weights)
     given = delta if isinstance(delta, Mapping) else delta(u)
@@ -113,7 +119,7 @@ def train_step(
         return deltas(model, inferred.values, u, step=steps, **objective)
 
     context = {name: options[name] for name in ("key", "training") if name in options}
-    gradient = weight_gradient(model, delta, inferred.values, x, names=inferred.reached, **context)
+    gradient = weight_gradient(model, delta, inferred.values, x, names=inferred.reached, start=inferred.forward.values, **context)
     gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
     trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
     none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)

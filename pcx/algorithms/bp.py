@@ -27,6 +27,7 @@ from pcx.algorithms._common import (
     observations,
     step_key,
 )
+from pcx.shortcuts.products import rounded
 
 
 class Hyper(eqx.Module):
@@ -70,7 +71,7 @@ def make(
             parts = jax.vmap(ENERGY[hyper.loss])(label, done.predictions[name])
             return factor * jnp.mean(parts), (done, label, parts)
 
-        gradient, (done, label, parts) = jax.grad(loss, has_aux=True)(theta)
+        gradient, (done, label, parts) = jax.grad(rounded(loss), has_aux=True)(theta)
         model, weight_state = apply_gradient(state.model, gradient, optimiser, state.weights)
         energies = Nodes({n: parts if n == name else jnp.zeros_like(parts) for n in done.values})
         metrics = metrics_of(energies, ENERGY[hyper.loss], label, done.predictions[name])

@@ -31,6 +31,7 @@ from pcx.algorithms._common import (
     observations,
     step_key,
 )
+from pcx.shortcuts.products import rounded_derivatives
 
 
 class Hyper(eqx.Module):
@@ -94,7 +95,7 @@ def make(
                 parts = energies(eqx.combine(theta, rest), values | moving, x, energy=energy, batch=batch, **context)
                 return sum(jnp.sum(part) for part in parts.values()), parts
 
-            (g_h, g_theta), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.only(free), theta)
+            (g_h, g_theta), parts = jax.grad(rounded_derivatives(total), argnums=(0, 1), has_aux=True)(values.only(free), theta)
             g_h = Nodes({n: jnp.where(observed[n].mask, 0, g) if n in observed else g for n, g in g_h.items()})
             updates, nodes = state_optimiser.update(g_h, nodes, values.only(free))
             values = values | optax.apply_updates(values.only(free), updates)

@@ -21,8 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import cut, evaluate, free_variables, reach
+from pcx._jaxpr import Product, cut, evaluate, free_variables, interpret, reach
 from pcx._types import Key, ModelError, Nodes
+from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3
@@ -69,6 +70,12 @@ class Program:
         known |= dict(zip(self.jaxpr.invars[len(self.inputs) :], leaves, strict=True))
         return known | {self.inputs[name]: value for name, value in values.items()}
 
+    def anchor(self, values: Nodes[Array]) -> Anchor:
+        """All products at these values, for `pcx.shortcuts.products`."""
+        anchor = Anchor()
+        self.predict(values, self.outputs, product=anchor.record)
+        return anchor
+
     def stacked_weights(self) -> list[list[Array | None]]:
         """For every group, and every free variable of its pieces: the members' arrays stacked, where they are the model's."""
         known = self._known({}, None)
@@ -86,8 +93,14 @@ class Program:
         names: Iterable[str],
         arrays: Any = None,
         stacks: Sequence[Sequence[Array | None]] | None = None,
+        product: Product | None = None,
+        moved: Iterable[str] = (),
     ) -> Nodes[Array]:
-        """The predictions of the named nodes. ``stacks`` (from `stacked_weights`) switches stacking on."""
+        """The predictions of the named nodes.
+
+        ``stacks`` (from `stacked_weights`) switches stacking on. ``product`` replaces how products are computed; it is told
+        which operands depend on the nodes that ``moved``.
+        """
         known, wanted = self._known(values, arrays), list(names)
         done: dict[str, Array] = {}
         for group, weights in zip(self.groups, stacks or (), strict=False):
@@ -96,7 +109,12 @@ class Program:
                 done |= self._predict_stacked(known, group, members, weights)
         lone = [name for name in wanted if name not in done]
         outputs = [self.outputs[name] for name in lone]
-        done |= zip(lone, evaluate(self.jaxpr, cut(self.jaxpr, outputs), known, outputs), strict=True)
+        piece = cut(self.jaxpr, outputs)
+        if product is None:
+            results = evaluate(self.jaxpr, piece, known, outputs)
+        else:
+            results = interpret(self.jaxpr, piece, known, outputs, product, [self.inputs[name] for name in moved])
+        done |= zip(lone, results, strict=True)
         return Nodes({name: done[name] for name in wanted}, self.roots)
 
     def _predict_stacked(

@@ -1,0 +1,110 @@
+"""Products in bfloat16, for networks whose errors are small differences of large numbers.
+
+Under ``jax.default_matmul_precision("bfloat16")`` the products that inference and learning repeat have operands of eight
+bits. Rounding a value like that would drown the errors ``h - u``, which are often a thousandth of it. So every product is
+anchored where inference starts:
+
+    W h = W h₀ + W (h - h₀)
+
+The first term is computed once, as in the forward pass; only the second, small one is rounded, relative to its own size.
+Derivatives are linear in the errors, and so are rounded relative to them. In exact arithmetic nothing changes.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
+from jaxtyping import Array
+
+from pcx._jaxpr import interpret
+
+F = TypeVar("F", bound=Callable[..., Any])
+LOW = jnp.bfloat16
+
+
+def wanted() -> bool:
+    """Whether products are to be in bfloat16: JAX's own setting says so."""
+    return jax.config.jax_default_matmul_precision == "bfloat16"
+
+
+class Anchor:
+    """The products of a program where inference starts, and from there the same products at other values.
+
+    An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with derivatives in bfloat16.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[list[Array], Array]] = {}
+
+    def record(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
+        """A product at the start, remembered."""
+        value = _plain(eqn, operands)
+        self.known[place] = (operands, value)
+        return value
+
+    def product(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
+        """A product at values of which some have moved since the start."""
+        fixed = [jax.lax.stop_gradient(operand) for operand in operands]
+        if place not in self.known or all(moving):
+            value = _plain(eqn, fixed)
+        else:
+            start, value = self.known[place]
+            if any(moving):
+                value = value + _low(eqn, *(x - s if m else x for x, s, m in zip(fixed, start, moving, strict=True)))
+        return _with_derivative(eqn, jax.lax.stop_gradient(value), *operands)
+
+
+def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
+    return eqn.primitive.bind(*operands, **eqn.params)
+
+
+def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
+    """The product of rounded operands, in the dtype of the exact one."""
+    params = eqn.params | {"preferred_element_type": LOW}
+    return eqn.primitive.bind(lhs.astype(LOW), rhs.astype(LOW), **params).astype(eqn.outvars[0].aval.dtype)
+
+
+def _with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array) -> Array:
+    """A value that is already known, with the derivative of the product in bfloat16."""
+
+    @jax.custom_jvp
+    def product(value: Array, lhs: Array, rhs: Array) -> Array:
+        return value
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        value, lhs, rhs = primals
+        _, left, right = tangents
+        parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, rhs)]
+        parts += [] if isinstance(right, SymbolicZero) else [_low(eqn, lhs, right)]
+        return value, sum(parts) if parts else jnp.zeros_like(value)
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return product(value, lhs, rhs)
+
+
+def rounded(function: F) -> F:
+    """A function whose products are done in bfloat16, values and derivatives, where that is wanted; else the function itself.
+
+    For plain backpropagation, which has no small differences.
+    """
+    return _interpreted(function, lambda eqn, operands, moving, place: _low(eqn, *operands)) if wanted() else function
+
+
+def rounded_derivatives(function: F) -> F:
+    """A function whose derivatives have products in bfloat16, where that is wanted, while its values do not."""
+    return _interpreted(function, Anchor().product) if wanted() else function
+
+
+def _interpreted(function: Any, product: Any) -> Any:
+    def call(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        known |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        results = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, ())
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
