@@ -10,6 +10,7 @@ A layer takes its random numbers from ``key=``, or else from a stream that `seed
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -119,14 +120,25 @@ def _hashable(item: Any) -> Any:
     return tuple(item) if isinstance(item, list | tuple) else item
 
 
-@jax.custom_jvp
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
     The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators. Here it is one
     elementwise pass: each pixel takes its window's gradient or zero. A NaN may be swallowed: look for NaN in energies and weights.
     """
-    return _largest(_windows(x))[0]
+    return largest_2x2(x, None)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest_2x2(
+    x: Float[Array, "*channels height width"], by: Callable[[Array], Array] | None
+) -> Float[Array, "*channels half_height half_width"]:
+    """Of each 2×2 window the pixel at which the elementwise function ``by`` is largest, the first one of several.
+
+    ``by(largest_2x2(x, by))`` is the maximum of ``by(x)`` with the same gradient, but the derivative of ``by`` is taken at
+    one pixel in four.
+    """
+    return _first_largest(_windows(x), by)[0]
 
 
 def _windows(x: Array) -> Array:
@@ -135,17 +147,19 @@ def _windows(x: Array) -> Array:
     return x[..., : 2 * height, : 2 * width].reshape(*x.shape[:-2], height, 2, width, 2)
 
 
-def _largest(windows: Array) -> tuple[Array, Array]:
-    """Of every window the first maximum, and its place: 0, 1 in the upper row, 2, 3 in the lower."""
+def _first_largest(windows: Array, by: Callable[[Array], Array] | None) -> tuple[Array, Array]:
+    """The chosen pixels and their places: 0 and 1 in the upper row, 2 and 3 in the lower."""
     a, b, c, d = (windows[..., i, :, j] for i in (0, 1) for j in (0, 1))
-    top, bottom = jnp.where(a >= b, a, b), jnp.where(c >= d, c, d)
-    place = jnp.where(top >= bottom, jnp.where(a >= b, 0, 1), jnp.where(c >= d, 2, 3)).astype(jnp.int8)
-    return jnp.where(top >= bottom, top, bottom), place
+    fa, fb, fc, fd = (a, b, c, d) if by is None else map(by, (a, b, c, d))
+    left_top, left_bottom = fa >= fb, fc >= fd
+    upper = jnp.where(left_top, fa, fb) >= jnp.where(left_bottom, fc, fd)
+    place = jnp.where(upper, jnp.where(left_top, 0, 1), jnp.where(left_bottom, 2, 3)).astype(jnp.int8)
+    return jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d)), place
 
 
-@max_pool_2x2.defjvp
-def _max_pool_2x2_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    largest, place = _largest(_windows(primals[0]))
+@largest_2x2.defjvp
+def _largest_2x2_jvp(by: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    largest, place = _first_largest(_windows(primals[0]), by)
     corner = jnp.arange(4, dtype=jnp.int8).reshape(2, 1, 2)
     chosen = place[..., :, None, :, None] == corner
     return largest, jnp.sum(jnp.where(chosen, _windows(tangents[0]), 0), axis=(-3, -1))
@@ -174,9 +188,14 @@ class MaxPool2d(eqx.Module):
         self.selects = selects
 
     def __call__(self, x: Float[Array, "channels height width"], *, key: Key = None) -> Float[Array, "channels _ _"]:
+        return self.of(x, None)
+
+    def of(self, x: Float[Array, "channels height width"], activation: Any) -> Float[Array, "channels _ _"]:
+        """``pool(activation(x))`` with less work in its gradient: the activation's derivative is taken at the maxima only."""
+        apply = (lambda x: x) if activation is None else activation
         if self.selects and self.kernel_size == self.stride == (2, 2) and self.padding == 0:
-            return max_pool_2x2(x)
-        return eqx.nn.MaxPool2d(self.kernel_size, self.stride, self.padding)(x)
+            return apply(largest_2x2(x, activation))
+        return eqx.nn.MaxPool2d(self.kernel_size, self.stride, self.padding)(apply(x))
 
 
 class BatchNorm(Layer):

@@ -17,6 +17,7 @@ from pcx.bench import cli, runs
 from pcx.bench.folder import RunError
 
 COLUMNS = "dataset,model,algorithm,metric,paper,final_mean,final_std,best_mean,seeds"
+TIMING_COLUMNS = "dataset,model,algorithm,precision,median,std,ratio,paper,pcx,jpc,song,data,device"
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,10 @@ def started(monkeypatch):
         (["run", "--help"], ["pcx run mnist/mlp --algorithm ipc --seeds 5 --out runs/ipc"]),
         (["run", "--help"], ["pcx run mnist/mlp --algorithm pc_se --set T=12 lr_h=0.02 --set batch=64"]),
         (["run", "--help"], ["--algorithm", "--seeds", "--epochs", "--set", "--out", "--quick", "Ctrl-C"]),
+        (["bench", "--help"], ["speed", "scaling", "population", "pcx bench speed --rows mlp --random --quick"]),
+        (["bench", "speed", "--help"], ["pcx bench speed --precision bf16", "--rows", "--epochs", "--random", "--out"]),
+        (["bench", "population", "--help"], ["pcx bench population --random", "--seeds", "--task"]),
+        (["bench", "scaling", "--help"], ["pcx bench scaling --part depth", "--figure", "--quick", "--draw"]),
         (["table", "--help"], ["pcx table accuracy --format markdown", "accuracy, generative, memory, sampling or timing"]),
         (["data", "--help"], ["get"]),
     ],
@@ -121,8 +126,9 @@ def test_help_has_examples(command, parts):
         (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
         (["digits/mlp", "-a", "pc_se", "--precision", "fp8"], ["precision is 'fp8'", "float32, tf32, bf16"]),
         (["generative"], ["generative", "accuracy"]),
+        (["timing"], ["timing", "pcx bench speed"]),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("digits", "digts", "gen")) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("dig", "gen", "tim")) else "",
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(monkeypatch, arguments, parts):
     original = runs.run
@@ -324,6 +330,23 @@ def made(algorithm: str = "pc_se", *, final: list[float], best: list[float], tim
     }
 
 
+def timed(median: float, algorithm: str = "pc_se", *, time: str = "2025-01-01T00:00:00Z", device: str = "H200",
+          **changes: Any) -> dict[str, Any]:  # fmt: skip
+    """A record as `pcx bench speed` writes it, with what a table needs."""
+    return {
+        "what": "speed",
+        "dataset": "fashionmnist",
+        "model": "mlp",
+        "algorithm": algorithm,
+        "precision": "tf32",
+        "data": "random",
+        "seconds": {"median": median, "mean": median, "std": 0.125},
+        "quick": False,
+        "device": {"platform": "cpu" if device == "cpu" else "gpu", "kind": device},
+        "time": time,
+    } | changes
+
+
 def write(*records: Any, path: str = "results/records.jsonl") -> None:
     Path(path).parent.mkdir(exist_ok=True)
     Path(path).write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
@@ -332,7 +355,7 @@ def write(*records: Any, path: str = "results/records.jsonl") -> None:
 def table(name: str = "accuracy", *arguments: str) -> list[dict[str, str]]:
     code, out, err = pcx_("table", name, "--format", "csv", *arguments)
     assert code == 0, err
-    assert out.splitlines()[0] == COLUMNS
+    assert out.splitlines()[0] == (TIMING_COLUMNS if name == "timing" else COLUMNS)
     return list(csv.DictReader(io.StringIO(out)))
 
 
@@ -431,13 +454,14 @@ def test_the_other_tables(name, count, wanted, paper):
         assert pcx_("table", name, "-f", format_)[0] == 0
 
 
-def test_timing_is_that_of_lone_seeds():
-    side_by_side = made(final=[0.9] * 3, best=[0.9] * 3, dataset="fashionmnist") | {"seconds_per_epoch": 9.0}
-    write(side_by_side)
-    assert cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")["final_mean"] == ""
-    write(side_by_side, made(final=[0.9], best=[0.9], dataset="fashionmnist"))
+def test_timing_is_that_of_the_speed_file():
+    """Runs do not enter the timing table, and what was timed does not disturb the others."""
+    write(made(final=[0.9], best=[0.9], dataset="fashionmnist"))
+    assert cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")["median"] == ""
+    write(timed(0.5), path="results/speed.jsonl")
     row = cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")
-    assert (row["paper"], row["final_mean"], row["seeds"]) == ("1.94", "1.25", "1")
+    assert (row["paper"], row["median"], row["pcx"], row["device"]) == ("1.94", "0.5", "0.577", "H200")
+    assert cell(table(), dataset="fashionmnist", model="mlp", algorithm="pc_se")["final_mean"] == "90"
 
 
 @pytest.mark.parametrize("broken", ['{"config": {"da', "{}", "3", '{"quick": false}'])
@@ -446,6 +470,46 @@ def test_a_line_that_is_not_a_record_is_named(broken):
     code, out, err = pcx_("table", "accuracy")
     assert (code, out) == (2, "")
     assert re.match(r"error: line 2 of results/records\.jsonl is not a record", err)
+
+
+def test_every_precision_is_a_row_with_its_ratio_to_bp():
+    write(timed(0.6), timed(0.2, "bp_se"), timed(0.3, precision="bf16"), path="results/speed.jsonl")
+    rows = table("timing")
+    assert len(rows) == 9  # one more than without bf16
+    assert cell(rows, algorithm="pc_se", precision="tf32")["ratio"] == "3"
+    assert cell(rows, algorithm="pc_se", precision="bf16")["ratio"] == ""  # no BP in this precision
+    backpropagation = cell(rows, algorithm="bp_se", precision="tf32")
+    assert [backpropagation[name] for name in ("ratio", "paper", "pcx", "jpc", "song")] == ["", "1.82", "0.45", "", ""]
+    code, text, _ = pcx_("table", "timing")
+    assert code == 0
+    (line,) = [line for line in text.splitlines() if re.match(r"fashionmnist +mlp +pc_se +tf32", line)]
+    wanted = ["fashionmnist", "mlp", "pc_se", "tf32", "0.600 ± 0.125"]
+    wanted += ["3.00", "1.94", "0.577", "0.603", "5.65", "random", "H200"]
+    assert re.split(r" {2,}", line) == wanted
+    assert "| " + " | ".join(wanted) + " |" in pcx_("table", "timing", "-f", "markdown")[1].splitlines()
+
+
+def test_the_newest_of_an_accelerator_is_shown():
+    old, new = timed(0.5), timed(0.25, time="2025-02-01T00:00:00Z")
+    cpu = timed(9.0, time="2025-03-01T00:00:00Z", device="cpu")
+    quick = timed(0.01, time="2025-04-01T00:00:00Z", quick=True)
+    many = timed(0.01, time="2025-04-01T00:00:00Z", what="population")
+    for order in ((old, new, cpu, quick, many), (many, quick, cpu, new, old)):
+        write(*order, path="results/speed.jsonl")
+        row = cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")
+        assert (row["median"], row["device"]) == ("0.25", "H200")
+    write(cpu, quick, timed(3.0, "bp_se"), path="results/speed.jsonl")
+    row = cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")
+    assert (row["median"], row["device"], row["ratio"]) == ("9", "cpu", "")  # BP was timed elsewhere
+    assert cell(table("timing", "--records", "none.jsonl"), dataset="fashionmnist", algorithm="pc_se")["median"] == ""
+
+
+@pytest.mark.parametrize("broken", ['{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'])
+def test_a_line_that_is_not_a_timing_is_named(broken):
+    write(timed(0.5), broken, path="results/speed.jsonl")
+    code, out, err = pcx_("table", "timing")
+    assert (code, out) == (2, "")
+    assert re.match(r"error: line 2 of results/speed\.jsonl is not a record", err)
 
 
 def test_unknown_tables_and_formats_are_refused():

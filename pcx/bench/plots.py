@@ -120,6 +120,8 @@ def depth(records: list[dict[str, Any]], path: Path) -> None:
             label = f"{'stacked' if stacked else 'not stacked'}, × {grown:.2f} from {mine[0]['layers']} to {mine[-1]['layers']}"
             axes.plot([r["layers"] for r in mine], milliseconds, "o-", label=label)
         axes.set(xlabel="layers", ylabel="ms per inference", xscale="log", yscale="log", title=f"{kind}, T = {mine[0]['T']}")
+        axes.set_xticks([r["layers"] for r in mine], [str(r["layers"]) for r in mine], minor=False)
+        axes.set_xticks([], minor=True)
         axes.legend(fontsize=8)
     figure.suptitle(f"width {mine[0]['dim']}, batch {mine[0]['batch']} on {mine[0]['device']['kind']}", fontsize=9)
     figure.savefig(path, dpi=110)

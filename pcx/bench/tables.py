@@ -186,7 +186,7 @@ def _speed_cells(rows: list[Speed]) -> list[list[str]]:
     body = []
     for row in rows:
         ours = "not run" if row.median is None else f"{_number(row.median, 3)} ± {_number(row.std, 3)}"
-        peers = [_number(row.pcx, 3), _number(row.jpc, 3), _number(row.song, 2)]
+        peers = ["" if seconds is None else f"{seconds:.3g}" for seconds in (row.pcx, row.jpc, row.song)]
         figures = [ours, _number(row.ratio), _number(row.paper), *peers]
         body.append([row.dataset, row.model, row.algorithm, row.precision or "", *figures, row.data or "", row.device or ""])
     return [head, *body]

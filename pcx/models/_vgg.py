@@ -46,8 +46,8 @@ class VGG(EnergyModule):
 
     def block(self, i: int, x: Array) -> Array:
         """One convolution with its activation and pooling: the prediction of node i."""
-        u = self.activation(self.convolutions[i](x))
-        return self.pool(u) if self.pooled[i] else u
+        u = self.convolutions[i](x)
+        return self.pool.of(u, self.activation) if self.pooled[i] else self.activation(u)
 
     def features(self, x: Any) -> Array:
         for i in range(len(self.convolutions)):

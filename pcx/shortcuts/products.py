@@ -34,27 +34,31 @@ class Anchor:
     """The products of a program where inference starts, and from there the same products at other values.
 
     An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with derivatives in bfloat16.
+    What does not move (the weights) is rounded once, by `record`.
     """
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[list[Array], Array]] = {}
+        self.known: dict[Any, tuple[list[Array], list[Array], Array]] = {}
 
     def record(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
         """A product at the start, remembered."""
         value = _plain(eqn, operands)
-        self.known[place] = (operands, value)
+        self.known[place] = (operands, [operand.astype(LOW) for operand in operands], value)
         return value
 
     def product(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
         """A product at values of which some have moved since the start."""
         fixed = [jax.lax.stop_gradient(operand) for operand in operands]
+        low = [operand.astype(LOW) for operand in fixed]
         if place not in self.known or all(moving):
             value = _plain(eqn, fixed)
         else:
-            start, value = self.known[place]
+            start, rounded, value = self.known[place]
+            low = [now if moved else then for now, then, moved in zip(low, rounded, moving, strict=True)]
             if any(moving):
-                value = value + _low(eqn, *(x - s if m else x for x, s, m in zip(fixed, start, moving, strict=True)))
-        return _with_derivative(eqn, jax.lax.stop_gradient(value), *operands)
+                away = [x - s if m else r for x, s, r, m in zip(fixed, start, rounded, moving, strict=True)]
+                value = value + _low(eqn, *away)
+        return _with_derivative(eqn, jax.lax.stop_gradient(value), low, *operands)
 
 
 def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
@@ -67,22 +71,22 @@ def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
     return eqn.primitive.bind(lhs.astype(LOW), rhs.astype(LOW), **params).astype(eqn.outvars[0].aval.dtype)
 
 
-def _with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array) -> Array:
-    """A value that is already known, with the derivative of the product in bfloat16."""
+def _with_derivative(eqn: JaxprEqn, value: Array, low: list[Array], lhs: Array, rhs: Array) -> Array:
+    """A value that is already known, with the derivative of the product in bfloat16; ``low`` are the rounded operands."""
 
     @jax.custom_jvp
-    def product(value: Array, lhs: Array, rhs: Array) -> Array:
+    def product(lhs: Array, rhs: Array, value: Array, low_lhs: Array, low_rhs: Array) -> Array:
         return value
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        value, lhs, rhs = primals
-        _, left, right = tangents
-        parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, rhs)]
-        parts += [] if isinstance(right, SymbolicZero) else [_low(eqn, lhs, right)]
+        _, _, value, low_lhs, low_rhs = primals
+        left, right, *_ = tangents
+        parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, low_rhs)]
+        parts += [] if isinstance(right, SymbolicZero) else [_low(eqn, low_lhs, right)]
         return value, sum(parts) if parts else jnp.zeros_like(value)
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return product(value, lhs, rhs)
+    return product(lhs, rhs, value, *low)
 
 
 def rounded(function: F) -> F:
