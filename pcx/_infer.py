@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from pcx._energies import zero
 from pcx._free_energy import (
+    Factor,
     Objective,
     batch_size,
     begin,
@@ -30,6 +31,7 @@ from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observat
 from pcx.shortcuts import products
 from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
 from pcx.shortcuts.products import Anchor
+from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, find_blocks
 
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
@@ -224,6 +226,10 @@ class _Task:
             values = self.moved(values, updates)
             return (values, state), note(step + 1, values)
 
+        if steps > done and record is None:
+            stacked = self.solve_stacked(lazy, values, state, active, targets, range(done, steps), unroll)
+            if stacked is not None:
+                return self.inferred(*stacked, steps, None, active)
         carry = (values, state)
         if unroll:
             for step in range(done, steps):
@@ -235,10 +241,53 @@ class _Task:
             if steps > done:
                 carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
             trace = _join(_stack(history), rest)
-        values, state = carry
-        return Inferred(
-            values, self.start, state, jnp.full((self.batch,), steps, jnp.int32), history=trace, reached=frozenset(active)
-        )
+        return self.inferred(*carry, steps, trace, active)
+
+    def inferred(self, values: Nodes[Array], state: Any, steps: int, trace: Any, active: list[str]) -> Inferred:
+        count = jnp.full((self.batch,), steps, jnp.int32)
+        return Inferred(values, self.start, state, count, history=trace, reached=frozenset(active))
+
+    def solve_stacked(
+        self,
+        lazy: ZeroAware,
+        values: Nodes[Array],
+        state: Any,
+        active: list[str],
+        targets: list[str],
+        steps: range,
+        unroll: bool,
+    ) -> tuple[Nodes[Array], Any] | None:
+        """The steps after the wave front with equal nodes in one array, or None where they cannot be."""
+        if self.program is None or not self.stacks:
+            return None
+
+        def factors(step: Any) -> dict[str, Factor]:
+            return self.objective.factors(self.model, self.start.values.only(active), step)
+
+        whole = [name for name in targets if name not in self.fixed and name in active]
+        blocks = find_blocks(self.program, self.free, whole, factors(0))
+        optimiser = None if blocks is None else BlockOptimiser(lazy, blocks)
+        if blocks is None or optimiser is None or not optimiser.fits:
+            return None
+        fixed = {name: value for name, value in values.items() if name not in self.free}
+        energy = BlockEnergy(self.program, self.stacks, blocks, fixed, self.constants)
+
+        def body(carry: Any, step: Any) -> Any:
+            packed, state = carry
+            gradients = jax.grad(energy)(packed, factors(step))
+            lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
+            updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, packed)
+            moved = self.moved(packed.lone, updates.lone)
+            return (Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state), None
+
+        carry = (blocks.pack(values), optimiser.init(state))
+        if unroll:
+            for step in steps:
+                carry, _ = body(carry, step)
+        else:
+            carry, _ = jax.lax.scan(body, carry, jnp.arange(steps.start, steps.stop))
+        packed, parts = carry
+        return values | blocks.unpack(packed), optimiser.full_state(parts)
 
     def solve_to_tolerance(
         self,

@@ -4,7 +4,7 @@ A traced program (jaxpr) is a list of equations over variables. Equations that o
 remat) are entered, so that the answer is exact for each of their outputs; loops and branches are taken as a whole.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
@@ -59,46 +59,3 @@ def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], known: Mapping[Any, Any], o
     free = free_variables(eqns, outputs)
     piece = jaxpr.replace(constvars=[], invars=free, outvars=list(outputs), eqns=list(eqns))
     return jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(known[var] for var in free))
-
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-Product = Callable[[JaxprEqn, list[Any], list[bool], Any], Any]  # equation, operands, which of them move, its place
-
-
-def interpret(
-    jaxpr: Jaxpr,
-    eqns: Sequence[JaxprEqn],
-    known: Mapping[Any, Any],
-    outputs: Sequence[Any],
-    product: Product,
-    moving: Collection[Any],
-    place: tuple[Any, ...] = (),
-) -> list[Any]:
-    """`evaluate`, with another way to compute products. ``moving`` are variables; what depends on them moves too.
-
-    Products inside of jit are found; those inside loops, branches and custom derivatives are left as they are.
-    """
-    values, moves = dict(known), set(moving)
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        flags = [not isinstance(atom, Literal) and atom in moves for atom in eqn.invars]
-        inner = inside(eqn) if eqn.primitive.name in ("jit", "pjit") else None
-        if eqn.primitive.name in PRODUCTS:
-            results = [product(eqn, operands, flags, (*place, eqn.outvars[0]))]
-        elif inner is not None:
-            variables = inner.jaxpr.invars
-            own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True)) | dict(zip(variables, operands, strict=True))
-            moved = [var for var, flag in zip(variables, flags, strict=True) if flag]
-            place_inside = (*place, eqn.outvars[0])
-            results = interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, moved, place_inside)
-        else:
-            own = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
-            results = evaluate(jaxpr, [eqn], own, eqn.outvars)
-        values.update(zip(eqn.outvars, results, strict=True))
-        if any(flags):
-            moves.update(eqn.outvars)
-    return [read(atom) for atom in outputs]

@@ -118,8 +118,9 @@ def train_step(
         learned["energies"] = factor_energies(factors, inferred.values, u)
         return deltas(model, inferred.values, u, step=steps, **objective)
 
-    context = {name: options[name] for name in ("key", "training") if name in options}
-    gradient = weight_gradient(model, delta, inferred.values, x, names=inferred.reached, start=inferred.forward.values, **context)
+    context: dict[str, Any] = {name: options[name] for name in ("key", "training") if name in options}
+    context |= {"names": inferred.reached, "start": inferred.forward.values}
+    gradient = weight_gradient(model, delta, inferred.values, x, **context)
     gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
     trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
     none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)

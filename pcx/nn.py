@@ -124,7 +124,8 @@ def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*ch
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
     The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators. Here it is one
-    elementwise pass: each pixel takes its window's gradient or zero. A NaN may be swallowed: look for NaN in energies and weights.
+    elementwise pass: each pixel takes its window's gradient or zero. A NaN may be swallowed: look for NaN in energies and
+    weights.
     """
     return largest_2x2(x, None)
 

@@ -24,7 +24,7 @@ PUBLIC = {
     "pcx.predictive_coding": "EnergyModule LayerParam STATUS StateParam Vode VodeParam energies",
     "pcx.functional": "cond grad jit scan value_and_grad vmap while_loop",
     "pcx.utils": "Mask Optim Selection atomic_write clear load_params save_params step",
-    "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys max_pool_2x2 next_key
+    "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys largest_2x2 max_pool_2x2 next_key
         seed""",
     "pcx.optim": "NoisyState langevin noisy_heavy_ball second_order_langevin",
     "pcx.algorithms": """Algorithm Metrics State adamw check_positive fresh_state get metrics_of
@@ -56,8 +56,9 @@ RANKS = [
     {"_types"},
     {"_energies", "_init", "_jaxpr", "data"},
     {"_model"},
-    {"_free_energy", "shortcuts.zeros", "optim"},
+    {"_free_energy", "shortcuts.zeros", "shortcuts.products", "optim"},
     {"shortcuts.plan"},
+    {"shortcuts.stack"},
     {"_infer"},
     {"_learn"},
     {"check", "draw", "algorithms"},

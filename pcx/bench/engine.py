@@ -173,7 +173,8 @@ class Engine:
         places = ((health.epoch, epoch), (health.step, step), (health.node, node))
         after = Health(lived[-1], *(jnp.where(fell, now, before).astype(jnp.int32) for before, now in places))
         total = jnp.sum(jnp.where(lived[:, None], rows, 0), axis=0)
-        return after, Sums(total[: len(self.nodes)], *total[len(self.nodes) :], jnp.sum(lived, dtype=jnp.float32))
+        energies, (loss, top1, top5) = total[: len(self.nodes)], total[len(self.nodes) :]
+        return after, Sums(energies, loss, top1, top5, jnp.sum(lived, dtype=jnp.float32))
 
     # --- the population
 

@@ -16,6 +16,5 @@ class Options:
 def build(shape: tuple[int, ...], classes: int, options: Options) -> VGG:
     """The model for images of this shape."""
     pooled = [True, True, False, False, True]
-    return VGG(
-        shape, classes, [64, 192, 384, 256, 256], [1] * 5, pooled, options.activation, dense=[4096, 4096], strides=[2, 1, 1, 1, 1]
-    )
+    channels, strides = [64, 192, 384, 256, 256], [2, 1, 1, 1, 1]
+    return VGG(shape, classes, channels, [1] * 5, pooled, options.activation, dense=[4096, 4096], strides=strides)

@@ -10,7 +10,7 @@
 Each is refused where its conditions do not hold; `docs/design/core.md` derives them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,9 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import Product, cut, evaluate, free_variables, interpret, reach
+from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
-from pcx.shortcuts.products import Anchor
+from pcx.shortcuts.products import Anchor, Product, interpret
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3
@@ -59,7 +59,8 @@ class Program:
     def _equal_pieces(self) -> list[list[str]]:
         groups: dict[Any, list[str]] = {}
         for name, piece in self.pieces.items():
-            text = _signature(self.jaxpr, piece, self.free_variables[name], self.outputs[name])
+            text = signature(self.jaxpr, piece, self.free_variables[name], [self.outputs[name]])
+            text += _derivative(self.jaxpr, piece, self.free_variables[name], self.outputs[name]) if "custom_" in text else ""
             if "dot_general" in text and "conv_general_dilated" not in text:
                 groups.setdefault(text, []).append(name)
         return [group for group in groups.values() if len(group) >= SMALLEST_STACK]
@@ -120,26 +121,44 @@ class Program:
     def _predict_stacked(
         self, known: dict[Any, Any], group: list[str], members: list[str], weights: Sequence[Array | None]
     ) -> dict[str, Array]:
-        first = members[0]
-        rows = [group.index(name) for name in members]
-        pick = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else jnp.array(rows)
-        columns = list(zip(*(self.free_variables[name] for name in members), strict=True))
-        shared = [len(set(column)) == 1 for column in columns]
-        operands = [
-            known[column[0]] if same else stack[pick] if stack is not None else jnp.stack([known[v] for v in column])
-            for column, same, stack in zip(columns, shared, weights, strict=True)
-        ]
+        """The predictions of the members of a group, one by one, from one batched product."""
+
+        def rows(parts: list[Any]) -> Array:
+            return jnp.stack([known[self.inputs[part]] if isinstance(part, str) else part for part in parts])
+
+        result = self.predict_rows(group, members, weights, rows)
+        return {name: result[i] for i, name in enumerate(members)}
+
+    def predict_rows(
+        self,
+        group: list[str],
+        members: list[str],
+        weights: Sequence[Array | None],
+        rows: Callable[[list[Any]], Array],
+    ) -> Array:
+        """The predictions of the members of a group in one array; ``rows`` puts the values of nodes, and arrays, into one."""
+        first, known = members[0], self._known({}, None)
+        places = [group.index(name) for name in members]
+        whole = places == list(range(len(group)))
+        pick = slice(places[0], places[-1] + 1) if places == list(range(places[0], places[-1] + 1)) else jnp.array(places)
+        names = {var: name for name, var in self.inputs.items()}
+        operands, axes = [], []
+        for column, stack in zip(zip(*(self.free_variables[name] for name in members), strict=True), weights, strict=True):
+            same = len(set(column)) == 1
+            parts = [names[var] if var in names else known[var] for var in column]
+            chosen = stack if stack is None or whole else stack[pick]
+            operands.append(chosen if chosen is not None else rows(parts[:1])[0] if same else rows(parts))
+            axes.append(None if same and stack is None else 0)
 
         def one(*operands: Array) -> Array:
             own = dict(zip(self.free_variables[first], operands, strict=True))
             return evaluate(self.jaxpr, self.pieces[first], own, [self.outputs[first]])[0]
 
-        result = jax.vmap(one, in_axes=tuple(None if same else 0 for same in shared))(*operands)
-        return {name: result[i] for i, name in enumerate(members)}
+        return jax.vmap(one, in_axes=tuple(axes))(*operands)
 
 
-def _signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:
-    """A text that is equal for two pieces only if they are the same program, with the same derivative, on the same shapes."""
+def signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """A text that is equal for two pieces only if they are the same program on the same shapes; see also `_derivative`."""
     number = {var: f"v{i}:{var.aval}" for i, var in enumerate(free)}
 
     def text(atom: Any) -> str:
@@ -159,8 +178,7 @@ def _signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], out
         custom = eqn.primitive.name.startswith("custom_")
         parameters = {name: parameter(value, custom) for name, value in sorted(eqn.params.items())}
         lines.append(f"{eqn.primitive.name}{parameters}({[*map(text, eqn.invars)]})->{[*map(text, eqn.outvars)]}")
-    whole = "\n".join([*map(text, free), *lines, text(output)])
-    return whole + _derivative(jaxpr, piece, free, output) if "custom_" in whole else whole
+    return "\n".join([*map(text, free), *lines, *map(text, outputs)])
 
 
 def _derivative(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], output: Any) -> str:

@@ -10,24 +10,65 @@ The first term is computed once, as in the forward pass; only the second, small 
 Derivatives are linear in the errors, and so are rounded relative to them. In exact arithmetic nothing changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
-from pcx._jaxpr import interpret
+from pcx._jaxpr import evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOW = jnp.bfloat16
+PRODUCTS = ("dot_general", "conv_general_dilated")
+Product = Callable[[JaxprEqn, list[Any], list[bool], Any], Any]  # equation, operands, which of them move, its place
 
 
 def wanted() -> bool:
     """Whether products are to be in bfloat16: JAX's own setting says so."""
-    return jax.config.jax_default_matmul_precision == "bfloat16"
+    return getattr(jax.config, "jax_default_matmul_precision", None) == "bfloat16"
+
+
+def interpret(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    known: Mapping[Any, Any],
+    outputs: Sequence[Any],
+    product: Product,
+    moving: Collection[Any],
+    place: tuple[Any, ...] = (),
+) -> list[Any]:
+    """`evaluate`, with another way to compute products. ``moving`` are variables; what depends on them moves too.
+
+    Products inside of jit are found; those inside loops, branches and custom derivatives are left as they are.
+    """
+    values, moves = dict(known), set(moving)
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        flags = [not isinstance(atom, Literal) and atom in moves for atom in eqn.invars]
+        inner = inside(eqn) if eqn.primitive.name in ("jit", "pjit") else None
+        if eqn.primitive.name in PRODUCTS:
+            results = [product(eqn, operands, flags, (*place, eqn.outvars[0]))]
+        elif inner is not None:
+            variables = inner.jaxpr.invars
+            own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True)) | dict(zip(variables, operands, strict=True))
+            moved = [var for var, flag in zip(variables, flags, strict=True) if flag]
+            place_inside = (*place, eqn.outvars[0])
+            results = interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, moved, place_inside)
+        else:
+            own = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
+            results = evaluate(jaxpr, [eqn], own, eqn.outvars)
+        values.update(zip(eqn.outvars, results, strict=True))
+        if any(flags):
+            moves.update(eqn.outvars)
+    return [read(atom) for atom in outputs]
 
 
 class Anchor:
@@ -68,7 +109,8 @@ def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
 def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
     """The product of rounded operands, in the dtype of the exact one."""
     params = eqn.params | {"preferred_element_type": LOW}
-    return eqn.primitive.bind(lhs.astype(LOW), rhs.astype(LOW), **params).astype(eqn.outvars[0].aval.dtype)
+    aval: Any = eqn.outvars[0].aval
+    return eqn.primitive.bind(lhs.astype(LOW), rhs.astype(LOW), **params).astype(aval.dtype)
 
 
 def _with_derivative(eqn: JaxprEqn, value: Array, low: list[Array], lhs: Array, rhs: Array) -> Array:
@@ -111,4 +153,3 @@ def _interpreted(function: Any, product: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
-
