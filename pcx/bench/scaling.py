@@ -1,0 +1,174 @@
+"""How time grows with batch, width, depth and inference steps: the paper's scaling figure, and inference against depth.
+
+The model is a row of equal dense layers with relu. All nodes start at zero, so that every node has an error from the first
+step on and nothing can be left out; what remains is whether equal layers are computed one after the other or as one stack.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array, Float
+
+import pcx
+import pcx.nn as pxnn
+from pcx._types import ALL_SHORTCUTS, Shortcuts
+from pcx.bench import record
+from pcx.bench.config import ConfigError
+from pcx.bench.engine import PRECISION
+from pcx.bench.speed import Say, stamp, summary
+from pcx.predictive_coding import EnergyModule, Vode
+
+BASE = {"batch": 32, "dim": 64, "layers": 2, "T": 8}
+MULTIPLIERS = (1, 2, 3, 4, 5, 6)
+BATCHES, EPOCHS = 1024, 5
+DEPTHS, CALLS = (4, 8, 16, 32, 64), 200
+DEPTH_BASE = {"batch": 128, "dim": 128, "T": 8}
+KINDS = ("chain", "residual")
+LR_H, LR_THETA, WEIGHT_DECAY = 0.05, 1e-3, 1e-4
+SHORTCUTS = {True: ALL_SHORTCUTS, False: Shortcuts(stack=False)}
+
+
+class EqualLayers(EnergyModule):
+    """``h ← relu(W h + b)``, or with ``residual`` ``h ← h + relu(W h + b)``; node i is ``vodes.i``."""
+
+    def __init__(self, dim: int, layers: int, residual: bool = False):
+        self.layers = [pxnn.Linear(dim, dim) for _ in range(layers)]
+        self.vodes = [Vode((dim,)) for _ in range(layers)]
+        self.residual = residual
+
+    def __call__(self, x: Float[Array, " dim"]) -> Float[Array, " dim"]:
+        for layer, vode in zip(self.layers, self.vodes, strict=True):
+            u = jax.nn.relu(layer(x))
+            x = vode(x + u if self.residual else u)
+        return x
+
+
+def build(dim: int, layers: int, residual: bool = False) -> EqualLayers:
+    """The model, with weights from a fixed key."""
+    with pxnn.keys(jax.random.key(0)):
+        return EqualLayers(dim, layers, residual)
+
+
+def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked: bool) -> tuple[Any, Any]:
+    """A training epoch on random data as one function, and its first arguments; it returns what goes in again."""
+    model = build(dim, layers)
+    optimiser = optax.adamw(LR_THETA, weight_decay=WEIGHT_DECAY)
+    x, y = jax.random.normal(jax.random.key(1), (2, batches, batch, dim))
+    options = {"state_optimiser": optax.sgd(LR_H), "weight_optimiser": optimiser, "steps": T, "init": "zeros"}
+
+    def step(carry: Any, data: Any) -> Any:
+        model, state = carry
+        observed = {f"vodes.{layers - 1}": data[1]}
+        done = pcx.train_step(model, data[0], observed, weight_state=state, shortcuts=SHORTCUTS[stacked], **options)
+        return (done.model, done.optimiser_state), None
+
+    def epoch(carry: Any, data: Any) -> Any:
+        return jax.lax.scan(step, carry, data)[0], data
+
+    return epoch, ((model, optimiser.init(pcx.weights(model))), (x, y))
+
+
+def make_inference(batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool) -> tuple[Any, Any]:
+    """Inference again and again as one function, and its first arguments; the input of each call depends on the last one."""
+    model = build(dim, layers, kind == "residual")
+    x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
+    last = f"vodes.{layers - 1}"
+
+    def call(model: Any, x: Any, y: Any) -> Any:
+        options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": SHORTCUTS[stacked]}
+        return pcx.infer(model, x, {last: y}, **options).values
+
+    def repeat(model: Any, x: Any, y: Any, values: Any) -> Any:
+        def body(values: Any, _: Any) -> Any:
+            return call(model, x + 1e-3 * values["vodes.0"], y), None
+
+        return model, x, y, jax.lax.scan(body, values, length=calls)[0]
+
+    return repeat, (model, x, y, call(model, x, y))
+
+
+def measure(function: Callable[..., Any], arguments: Any, epochs: int) -> tuple[dict[str, Any], float]:
+    """Seconds per call of the compiled function (products in tf32), the first one left out, and seconds of compiling."""
+    start = time.perf_counter()
+    with jax.default_matmul_precision(PRECISION["tf32"]):
+        program = jax.jit(function).lower(*arguments).compile()
+    compiling = time.perf_counter() - start
+    seconds = []
+    for _ in range(epochs + 1):
+        start = time.perf_counter()
+        arguments = jax.block_until_ready(program(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return summary(seconds[1:]), compiling
+
+
+def points(multipliers: tuple[int, ...]) -> Iterator[tuple[str, int, dict[str, int]]]:
+    """The base, and each of its four numbers multiplied alone."""
+    yield "base", 1, BASE
+    for name in BASE:
+        for multiplier in multipliers:
+            if multiplier > 1:
+                yield name, multiplier, BASE | {name: multiplier * BASE[name]}
+
+
+def scaling(out: Path, quick: bool, say: Say) -> list[dict[str, Any]]:
+    """Training time against batch, width, depth and inference steps, with and without stacking; one record each."""
+    batches, epochs, multipliers = (8, 1, (1, 2)) if quick else (BATCHES, EPOCHS, MULTIPLIERS)
+    records = []
+    for stacked in (True, False):
+        for parameter, multiplier, sizes in points(multipliers):
+            function, arguments = make_epoch(**sizes, batches=batches, stacked=stacked)
+            seconds, compiling = measure(function, arguments, epochs)
+            point = {
+                "precision": "tf32",
+                "parameter": parameter,
+                "multiplier": multiplier,
+                "stacked": stacked,
+                "batches": batches,
+                **sizes,
+            }
+            times = {"seconds": seconds, "compile_seconds": compiling, "precision": "tf32"}
+            records.append(stamp("scaling", quick) | point | times)
+            record.append(out, records[-1])
+            say(f"{parameter} × {multiplier}{'' if stacked else ', not stacked'}: {seconds['median']:.4f} s per epoch")
+    return records
+
+
+def depth(out: Path, quick: bool, say: Say) -> list[dict[str, Any]]:
+    """Time of the inference phase against the number of equal layers; one record each."""
+    calls, epochs, depths = (2, 1, (4, 8)) if quick else (CALLS, EPOCHS, DEPTHS)
+    records: list[dict[str, Any]] = []
+    for kind in KINDS:
+        for stacked in (True, False):
+            first = 0.0
+            for layers in depths:
+                function, arguments = make_inference(**DEPTH_BASE, layers=layers, calls=calls, kind=kind, stacked=stacked)
+                whole, compiling = measure(function, arguments, epochs)
+                seconds = summary([second / calls for second in whole["each"]])
+                first = first or seconds["median"]
+                point = {"kind": kind, "layers": layers, "stacked": stacked, "calls": calls, **DEPTH_BASE}
+                times = {
+                    "seconds": seconds,
+                    "ratio": seconds["median"] / first,
+                    "compile_seconds": compiling,
+                    "precision": "tf32",
+                }
+                records.append(stamp("depth", quick) | point | times)
+                record.append(out, records[-1])
+                text = f"{1e3 * seconds['median']:.3f} ms per call, {times['ratio']:.2f} times {depths[0]} layers"
+                say(f"{kind} of {layers} layers{'' if stacked else ', not stacked'}: {text}")
+    return records
+
+
+def newest(path: Path) -> list[dict[str, Any]]:
+    """Of a file of records: the newest of every point, without quick ones, and only those of the newest record's device."""
+    records = [r for r in record.read(path, record.SCALING) if not r["quick"]]
+    if not records:
+        raise ConfigError(f"there are no records in {path}; measure first, without --draw and --quick.")
+    kind = max(records, key=lambda r: r["time"])["device"]["kind"]
+    identity = ("what", "parameter", "multiplier", "kind", "layers", "stacked")
+    here = sorted((r for r in records if r["device"]["kind"] == kind), key=lambda r: r["time"])
+    return list({tuple(r.get(name) for name in identity): r for r in here}.values())
