@@ -33,6 +33,7 @@ from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, find_blocks
 
+WRITTEN_OUT = 8  # a loop of at most this many steps is written out: nothing is copied from step to step, more is fused
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
 
@@ -73,7 +74,7 @@ def infer(
         optimiser_state: from an earlier `Inferred`, to go on with it; by default it starts afresh.
         energy, precision: see `energies`.
         record: a function ``(step, values, energies) -> tree``, called before the first step and after each.
-        shortcuts: which exact shortcuts may be taken. ``unroll``: write all steps out instead of scanning.
+        shortcuts: which exact shortcuts may be taken. ``unroll``: write all steps out, also where there are many.
     """
     if steps < 0:
         raise ModelError(f"steps is {steps}; inference takes zero or more steps.")
@@ -226,6 +227,7 @@ class _Task:
             values = self.moved(values, updates)
             return (values, state), note(step + 1, values)
 
+        unroll = unroll or steps - done <= WRITTEN_OUT
         if steps > done and record is None:
             stacked = self.solve_stacked(lazy, values, state, active, targets, range(done, steps), unroll)
             if stacked is not None:

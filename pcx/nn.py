@@ -155,7 +155,8 @@ def _first_largest(windows: Array, by: Callable[[Array], Array] | None) -> tuple
     left_top, left_bottom = fa >= fb, fc >= fd
     upper = jnp.where(left_top, fa, fb) >= jnp.where(left_bottom, fc, fd)
     place = jnp.where(upper, jnp.where(left_top, 0, 1), jnp.where(left_bottom, 2, 3)).astype(jnp.int8)
-    return jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d)), place
+    largest = jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d))
+    return jax.lax.optimization_barrier((largest, place))  # both are stored, not computed again from the four corners
 
 
 @largest_2x2.defjvp
