@@ -66,10 +66,17 @@ def next_key(key: Key = None) -> Key:
 
 
 class Linear(eqx.nn.Linear):
-    """``W x + b``."""
+    """``W x + b``, written so that a batch of samples stays one row per sample: nothing is transposed on the way."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, dtype: Any = None, key: Key = None):
         super().__init__(in_features, out_features, use_bias=bias, dtype=dtype, key=next_key(key))
+
+    @jax.named_scope("pcx.nn.Linear")
+    def __call__(self, x: Array, *, key: Key = None) -> Array:
+        if x.shape != (self.in_features,):
+            raise ValueError(f"a layer with {self.in_features} inputs got an input of shape {x.shape}")
+        y = jax.lax.dot_general(x, self.weight, (((0,), (1,)), ((), ())))
+        return y if self.bias is None else y + self.bias
 
 
 class Conv2d(eqx.nn.Conv2d):
@@ -155,8 +162,7 @@ def _first_largest(windows: Array, by: Callable[[Array], Array] | None) -> tuple
     left_top, left_bottom = fa >= fb, fc >= fd
     upper = jnp.where(left_top, fa, fb) >= jnp.where(left_bottom, fc, fd)
     place = jnp.where(upper, jnp.where(left_top, 0, 1), jnp.where(left_bottom, 2, 3)).astype(jnp.int8)
-    largest = jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d))
-    return jax.lax.optimization_barrier((largest, place))  # both are stored, not computed again from the four corners
+    return jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d)), place
 
 
 @largest_2x2.defjvp
