@@ -1,8 +1,9 @@
 """Energies: how far a value ``h`` is from its prediction ``u``, for one sample of one node.
 
-An energy is any function ``(h, u) -> scalar``. The ones here also say two things about themselves that the core can
-use: their terms before summation over units (so that a precision may differ per unit), and whether they are
-*stationary*, that is, whether both gradients vanish at ``h = u`` (then a node that sits at its prediction costs nothing).
+An energy is any function ``(h, u) -> scalar``. The ones here also say three things about themselves that the core can
+use: their terms before summation over units (so that a precision may differ per unit), whether they are *stationary*,
+that is, whether both gradients vanish at ``h = u`` (then a node that sits at its prediction costs nothing), and whether
+they depend on the *difference* ``h - u`` alone (then a small error need not be a difference of two large numbers).
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ class Energy:
     name: str
     terms: Callable[[Array, Array], Array]
     stationary: bool
+    difference: bool = False
 
     def __call__(self, h: Float[Array, "..."], u: Float[Array, "..."]) -> Float[Array, ""]:
         return jnp.sum(self.terms(h, u))
@@ -35,7 +37,7 @@ def _cross_entropy_terms(h: Array, u: Array) -> Array:
     return -h * jax.nn.log_softmax(u)
 
 
-squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), stationary=True)
+squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), stationary=True, difference=True)
 """``½ Σ (h - u)²``: the Gaussian node of Eq. 1, up to a constant.
 
 >>> float(squared_error(jnp.array([1.0, 2.0]), jnp.array([0.0, 0.0])))

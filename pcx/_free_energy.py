@@ -30,7 +30,7 @@ from pcx._model import (
     refuse_shared,
     weight_dtype,
 )
-from pcx._types import Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
+from pcx._types import Displaced, Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
 
 M = TypeVar("M")
 
@@ -255,14 +255,20 @@ class Objective(NamedTuple):
 
 def factor_energies(
     factors: Mapping[str, Factor],
-    values: Mapping[str, Array],
+    values: Mapping[str, Array] | Displaced,
     predictions: Mapping[str, Array],
 ) -> Nodes[Float[Array, " batch"]]:
-    """The energy of every factor (node, prediction, energy with its precision), one number per sample."""
-    result = {}
+    """The energy of every factor (node, prediction, energy with its precision), one number per sample.
+
+    Where values are displaced, ``h - u`` is the displacement minus how far the prediction is from the start.
+    """
+    result, known = {}, values.values if isinstance(values, Displaced) else values
     for name, (energy, precision) in factors.items():
         one = functools.partial(weighted, energy, precision=precision, name=name)
-        result[name] = jax.vmap(one)(values[name], predictions[name])
+        h, u = known[name], predictions[name]
+        if isinstance(values, Displaced) and getattr(energy, "difference", False):
+            h, u = values.by[name], u - values.start[name]
+        result[name] = jax.vmap(one)(h, u)
         if result[name].ndim != 1:
             raise ModelError(f"the energy of node {name!r} has shape {result[name].shape[1:]} per sample; return one number.")
     return Nodes(result)

@@ -4,6 +4,7 @@ One call serves every use; only what is observed differs: input and label (train
 node (a generative model), part of a node (recall), nothing (sampling), the input alone (prediction).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,13 +28,12 @@ from pcx._free_energy import (
     start_rules,
 )
 from pcx._init import Init, forward
-from pcx._types import ALL_SHORTCUTS, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
+from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
-from pcx.shortcuts.plan import Program, ZeroAware, per_node, waves
+from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, waves
 from pcx.shortcuts.products import Anchor
-from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, find_blocks
+from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
-WRITTEN_OUT = 8  # a loop of at most this many steps is written out: nothing is copied from step to step, more is fused
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
 
@@ -129,34 +129,56 @@ class _Task:
         self.energies = {name: factor.energy for name, factor in factors.items()}
         self.factors = [n for n, f in self.energies.items() if f is not zero]
         self.program: Program | None = None
-        self.stacks: Any = None
         self.anchor: Anchor | None = None
+        self.stacks: Any = None
         self.constants: Nodes[Array] = Nodes()
-        if any(shortcuts) or products.wanted():
+        if any(shortcuts):
             self.program = Program(model, start.values, x, key, training)
-            self.anchor = self.program.anchor(start.values) if products.wanted() else None
-            self.stacks = self.program.stacked_weights() if shortcuts.stack and self.anchor is None else None
             settled = [n for n, its in self.program.parents.items() if not its & set(self.free)]
             self.constants = start.predictions.only(settled if shortcuts.constant else ())
+            self.stacks = self.program.stacked_weights() if shortcuts.stack else None
 
-    def predictions(self, values: Nodes[Array], names: list[str], moved: Iterable[str]) -> Nodes[Array]:
+    def first(self) -> Nodes[Array]:
+        """The state of the loop: the values of the free nodes, or, with an anchor, how far they are from their start."""
+        values = self.start.values.only(self.free)
+        return values if self.anchor is None else jax.tree.map(jnp.zeros_like, values)
+
+    def all_values(self, free: Nodes[Array]) -> Nodes[Array] | Displaced:
+        if self.anchor is None:
+            return self.start.values | free
+        rest = {name: jnp.zeros_like(value) for name, value in self.start.values.items() if name not in free}
+        return Displaced(self.start.values, Nodes({name: (free | rest)[name] for name in self.start.values}))
+
+    def values(self, free: Nodes[Array]) -> Nodes[Array]:
+        found = self.all_values(free)
+        return found.values if isinstance(found, Displaced) else found
+
+    def predictions(self, values: Nodes[Array] | Displaced, names: list[str], moved: Iterable[str]) -> Nodes[Array]:
+        known = values.values if isinstance(values, Displaced) else values
         if self.program is None:
             x, key, training = self.context
-            return execute(self.model, values, x, {}, {}, key, training, self.batch).predictions
+            return execute(self.model, known, x, {}, {}, key, training, self.batch).predictions
         moving = [name for name in names if name not in self.constants]
-        product = None if self.anchor is None else self.anchor.product
-        found = self.program.predict(values, moving, stacks=self.stacks, product=product, moved=moved)
+        if self.anchor is None or not isinstance(values, Displaced):
+            found = self.program.predict(known, moving, stacks=self.stacks)
+        else:
+            away = {name: values.by[name] for name in moved}
+            found = self.program.predict(known, moving, product=self.anchor.product, moved=away)
         return found | self.constants.only(names)
 
+    def factors_of(self, names: list[str], step: Any) -> dict[str, Factor]:
+        return self.objective.factors(self.model, self.start.values.only(names), step)
+
     def energy_of(
-        self, values: Nodes[Array], step: Any, names: list[str], moved: Iterable[str] | None = None
+        self, free: Nodes[Array], step: Any, names: list[str], moved: Iterable[str] | None = None
     ) -> Nodes[Float[Array, " batch"]]:
-        factors = self.objective.factors(self.model, self.start.values.only(names), step)
-        return factor_energies(factors, values, self.predictions(values, names, self.free if moved is None else moved))
+        values = self.all_values(free)
+        predictions = self.predictions(values, names, self.free if moved is None else moved)
+        return factor_energies(self.factors_of(names, step), values, predictions)
 
     def gradient(
         self,
-        values: Nodes[Array],
+        free: Nodes[Array],
         step: Any,
         active: list[str],
         targets: list[str],
@@ -168,20 +190,31 @@ class _Task:
         """
 
         def total(moving: Nodes[Array]) -> Array:
-            parts = self.energy_of(values | moving, step, active, moved)
-            return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), jnp.result_type(*values.values())))
+            parts = self.energy_of(free | moving, step, active, moved)
+            return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), jnp.result_type(*free.values())))
 
-        gradients = jax.grad(total)(values.only(targets))
+        gradients = jax.grad(total)(free.only(targets))
         return Nodes({name: self.unmasked(name, g, jnp.zeros_like(g)) for name, g in gradients.items()})
 
     def unmasked(self, name: str, free: Array, fixed: Array) -> Array:
         part = self.fixed.get(name)
         return jnp.where(part.mask, fixed, free) if isinstance(part, Observed) else free
 
-    def moved(self, values: Nodes[Array], updates: Mapping[str, Array]) -> Nodes[Array]:
-        """The values after an update, with the observed parts imposed again."""
-        new = {name: optax.apply_updates(values[name], update) for name, update in updates.items()}
-        return values | {name: self.unmasked(name, v, values[name]) for name, v in new.items()}
+    def moved(self, free: Nodes[Array], updates: Mapping[str, Array]) -> Nodes[Array]:
+        """The state after an update, with the observed parts imposed again."""
+        new = {name: optax.apply_updates(free[name], update) for name, update in updates.items()}
+        return free | {name: self.unmasked(name, v, free[name]) for name, v in new.items()}
+
+    def plan(self, lazy: ZeroAware, fresh: bool, at_prediction: set[str], steps: int) -> list[tuple[list[str], list[str]]]:
+        """For each of the first steps the active energies and the nodes they move; the last entry is for all later ones."""
+        everything = [(self.factors, self.free)]
+        if not fresh or not self.shortcuts.wave or self.program is None:
+            return everything
+        quiet = {n for n in at_prediction if getattr(self.energies[n], "stationary", False)}
+        found = list(waves(self.program.parents, self.free, self.factors, set(self.factors) - quiet))
+        if not lazy.keeps_zeros([reached for _, reached in found[:steps]]):
+            return everything
+        return found[: found.index(found[-1]) + 1]
 
     def solve(
         self,
@@ -193,110 +226,95 @@ class _Task:
         unroll: bool,
         at_prediction: set[str],
     ) -> Inferred:
-        values, free = self.start.values, self.start.values.only(self.free)
-        _check_state(optimiser, free, state)
-        lazy = ZeroAware(optimiser, free)
-        note = (lambda step, values: None) if record is None else lambda s, v: record(s, v, self.energy_of(v, s, self.factors))
-        if tolerance is not None:
-            state = optimiser.init(free) if state is None else state
-            return self.solve_to_tolerance(optimiser, steps, tolerance, values, state, None if record is None else note)
-        history = [note(0, values)]
-        active, targets, done = self.factors, self.free, 0
-        if state is None and self.shortcuts.wave and self.program is not None:
-            quiet = {n for n in at_prediction if getattr(self.energies[n], "stationary", False)}
-            plan = list(waves(self.program.parents, self.free, self.factors, set(self.factors) - quiet))
-            if lazy.keeps_zeros([reached for _, reached in plan[:steps]]):
-                zeros, moved = lazy.init(), set[str]()
-                for active, targets in plan[: min(len(plan) - 1, steps)]:
-                    gradients = self.gradient(values, done, active, targets, moved)
-                    moved |= set(targets)
-                    updates, zeros = lazy.update(gradients, zeros, values.only(self.free))
-                    values = self.moved(values, {n: updates[n] for n in targets})
-                    done += 1
-                    history.append(note(done, values))
-                state = lazy.full_state(zeros)
-                active, targets = plan[min(done, len(plan) - 1)]
-        state = optimiser.init(free) if state is None else state
-
-        def body(carry: Any, step: Any) -> Any:
-            values, state = carry
-            gradients = self.gradient(values, step, active, targets)
-            rest = {name: jnp.zeros_like(values[name]) for name in self.free if name not in gradients}
-            everything = Nodes({name: (gradients | rest)[name] for name in self.free})
-            updates, state = optimiser.update(everything, state, values.only(self.free))
-            values = self.moved(values, updates)
-            return (values, state), note(step + 1, values)
-
-        unroll = unroll or steps - done <= WRITTEN_OUT
-        if steps > done and record is None:
-            stacked = self.solve_stacked(lazy, values, state, active, targets, range(done, steps), unroll)
+        start = self.start.values.only(self.free)
+        _check_state(optimiser, start, state)
+        lazy = ZeroAware(optimiser, start)
+        plan = self.plan(lazy, state is None and tolerance is None, at_prediction, steps)
+        if tolerance is None and record is None:
+            stacked = self.solve_stacked(lazy, state, plan, steps, unroll)
             if stacked is not None:
-                return self.inferred(*stacked, steps, None, active)
-        carry = (values, state)
-        if unroll:
+                return stacked
+        if self.program is not None and self.shortcuts.anchor and products.worthwhile(start):
+            self.anchor = self.program.anchor(self.start.values)
+
+        def note(step: Any, free: Nodes[Array]) -> Any:
+            return None if record is None else record(step, self.values(free), self.energy_of(free, step, self.factors))
+
+        free = self.first()
+        if tolerance is not None:
+            state = optimiser.init(start) if state is None else state
+            return self.solve_to_tolerance(optimiser, steps, tolerance, free, state, None if record is None else note)
+        history = [note(0, free)]
+        done, moved, zeros = 0, set[str](), lazy.init()
+        for active, targets in plan[:-1][:steps]:
+            gradients = self.gradient(free, done, active, targets, moved)
+            moved |= set(targets)
+            updates, zeros = lazy.update(gradients, zeros, self.values(free).only(self.free))
+            free = self.moved(free, {n: updates[n] for n in targets})
+            done += 1
+            history.append(note(done, free))
+        active, targets = plan[min(done, len(plan) - 1)]
+        state = lazy.full_state(zeros) if state is None else state
+
+        def body(carry: Any, step: Any, moved: Iterable[str] | None = None) -> Any:
+            free, state = carry
+            gradients = self.gradient(free, step, active, targets, moved)
+            rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
+            everything = Nodes({name: (gradients | rest)[name] for name in self.free})
+            updates, state = optimiser.update(everything, state, self.values(free).only(self.free))
+            free = self.moved(free, updates)
+            return (free, state), note(step + 1, free)
+
+        carry, rest = (free, state), None
+        if done == 0 and steps > 0 and self.anchor is not None:  # nothing has moved yet: every product is known
+            carry, noted = body(carry, 0, ())
+            history, done = [*history, noted], 1
+        if unroll or steps - done <= WRITTEN_OUT:
             for step in range(done, steps):
                 carry, noted = body(carry, step)
                 history.append(noted)
-            trace = _stack(history)
         else:
-            rest = None
-            if steps > done:
-                carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
-            trace = _join(_stack(history), rest)
-        return self.inferred(*carry, steps, trace, active)
+            carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
+        return self.inferred(*carry, steps, frozenset(active), _join(_stack(history), rest))
 
-    def inferred(self, values: Nodes[Array], state: Any, steps: int, trace: Any, active: list[str]) -> Inferred:
-        count = jnp.full((self.batch,), steps, jnp.int32)
-        return Inferred(values, self.start, state, count, history=trace, reached=frozenset(active))
+    def inferred(self, free: Nodes[Array], state: Any, steps: int, reached: frozenset[str], history: Any) -> Inferred:
+        count, values = jnp.full((self.batch,), steps, jnp.int32), self.all_values(free)
+        displaced = values if isinstance(values, Displaced) else None
+        settled = self.values(free)
+        return Inferred(settled, self.start, state, count, history=history, displaced=displaced, reached=reached)
 
     def solve_stacked(
-        self,
-        lazy: ZeroAware,
-        values: Nodes[Array],
-        state: Any,
-        active: list[str],
-        targets: list[str],
-        steps: range,
-        unroll: bool,
-    ) -> tuple[Nodes[Array], Any] | None:
-        """The steps after the wave front with equal nodes in one array, or None where they cannot be."""
+        self, lazy: ZeroAware, state: Any, plan: list[tuple[list[str], list[str]]], steps: int, unroll: bool
+    ) -> Inferred | None:
+        """`solve` with the values of equal nodes in one array from step to step, or None where they cannot be."""
         if self.program is None or not self.stacks:
             return None
-
-        def factors(step: Any) -> dict[str, Factor]:
-            return self.objective.factors(self.model, self.start.values.only(active), step)
-
-        whole = [name for name in targets if name not in self.fixed and name in active]
-        blocks = find_blocks(self.program, self.free, whole, factors(0))
-        optimiser = None if blocks is None else BlockOptimiser(lazy, blocks)
-        if blocks is None or optimiser is None or not optimiser.fits:
+        whole = [name for name in plan[-1][1] if name not in self.fixed and name in plan[-1][0]]
+        fixed = {name: value for name, value in self.start.values.items() if name not in self.free}
+        energy = BlockEnergy.of(self.program, self.stacks, self.free, whole, self.factors_of(plan[-1][0], 0), fixed)
+        optimiser = None if energy is None else BlockOptimiser(lazy, energy.blocks)
+        if energy is None or optimiser is None or not optimiser.fits:
             return None
-        fixed = {name: value for name, value in values.items() if name not in self.free}
-        energy = BlockEnergy(self.program, self.stacks, blocks, fixed, self.constants)
 
-        def body(carry: Any, step: Any) -> Any:
+        def body(carry: Any, step: Any, active: list[str]) -> Any:
             packed, state = carry
-            gradients = jax.grad(energy)(packed, factors(step))
+            gradients = jax.grad(energy)(packed, self.factors_of(active, step), self.constants)
             lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
             updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, packed)
             moved = self.moved(packed.lone, updates.lone)
-            return (Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state), None
+            return Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state
 
-        carry = (blocks.pack(values), optimiser.init(state))
-        if unroll:
-            for step in steps:
-                carry, _ = body(carry, step)
-        else:
-            carry, _ = jax.lax.scan(body, carry, jnp.arange(steps.start, steps.stop))
-        packed, parts = carry
-        return values | blocks.unpack(packed), optimiser.full_state(parts)
+        fresh = lazy.full_state(lazy.init()) if state is None else state
+        carry = (energy.blocks.pack(self.start.values), optimiser.init(fresh))
+        free, parts, active = repeat(body, carry, [names for names, _ in plan], steps, unroll)
+        return self.inferred(energy.blocks.unpack(free), optimiser.full_state(parts), steps, frozenset(active), None)
 
     def solve_to_tolerance(
         self,
         optimiser: optax.GradientTransformation,
         steps: int,
         tolerance: float,
-        values: Nodes[Array],
+        free: Nodes[Array],
         state: Any,
         note: Callable[[Any, Nodes[Array]], Any] | None,
     ) -> Inferred:
@@ -309,27 +327,28 @@ class _Task:
             return jax.tree.map(lambda n, o: jnp.where(going.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, old)
 
         def body(carry: Any) -> Any:
-            values, state, gradients, going, count, step, _ = carry
+            free, state, gradients, going, count, step, _ = carry
             gradients = mask(going, gradients, jax.tree.map(jnp.zeros_like, gradients))
-            updates, state = optimiser.update(gradients, state, values.only(self.free))
-            values = mask(going, self.moved(values, updates), values)
-            gradients = self.gradient(values, step + 1, self.factors, self.free)
+            updates, state = optimiser.update(gradients, state, self.values(free).only(self.free))
+            free = mask(going, self.moved(free, updates), free)
+            gradients = self.gradient(free, step + 1, self.factors, self.free)
             now = norm(gradients)
-            return values, state, gradients, going & (now > tolerance * first), count + going, step + 1, now
+            return free, state, gradients, going & (now > tolerance * first), count + going, step + 1, now
 
-        gradients = self.gradient(values, 0, self.factors, self.free)
+        gradients = self.gradient(free, 0, self.factors, self.free)
         first = norm(gradients)
         going = first > tolerance * first
-        carry = (values, state, gradients, going, jnp.zeros((self.batch,), jnp.int32), jnp.zeros((), jnp.int32), first)
+        carry = (free, state, gradients, going, jnp.zeros((self.batch,), jnp.int32), jnp.zeros((), jnp.int32), first)
         trace = None
         if note is None:
             carry = jax.lax.while_loop(lambda carry: jnp.any(carry[3]) & (carry[5] < steps), body, carry)
         else:
-            trace = _stack([note(0, values)])
+            trace = _stack([note(0, free)])
             carry, rest = jax.lax.scan(lambda c, _: (new := body(c), note(new[5], new[0])), carry, length=steps)
             trace = _join(trace, rest)
-        values, state, _, _, count, _, last = carry
-        return Inferred(values, self.start, state, count, first, last, trace, frozenset(self.factors))
+        free, state, _, _, count, _, last = carry
+        done = self.inferred(free, state, steps, frozenset(self.factors), trace)
+        return dataclasses.replace(done, steps=count, gradient_start=first, gradient_end=last)
 
 
 def _check_state(optimiser: optax.GradientTransformation, free: Nodes[Array], state: Any) -> None:

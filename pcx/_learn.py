@@ -16,7 +16,7 @@ from jaxtyping import Array
 from pcx._free_energy import batch_size, execute, factor_energies, make_objective, update_state
 from pcx._infer import infer
 from pcx._model import Vode, named, partition
-from pcx._types import Key, ModelError, Nodes, Trained, near
+from pcx._types import Displaced, Key, ModelError, Nodes, Trained, near
 from pcx.shortcuts import products
 from pcx.shortcuts.plan import Program
 from pcx.shortcuts.zeros import refuse_nan
@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 def deltas(
     model: Any,
-    values: Mapping[str, Array],
+    values: Mapping[str, Array] | Displaced,
     predictions: Mapping[str, Array],
     *,
     energy: Mapping[str, Any] | None = None,
@@ -47,11 +47,10 @@ def deltas(
 def weight_gradient(
     model: M,
     delta: Mapping[str, Array] | Callable[[Nodes[Array]], Mapping[str, Array]],
-    values: Mapping[str, Array],
+    values: Mapping[str, Array] | Displaced,
     x: Any = None,
     *,
     names: Iterable[str] | None = None,
-    start: Mapping[str, Array] | None = None,
     key: Key = None,
     training: bool = False,
 ) -> M:
@@ -60,8 +59,10 @@ def weight_gradient(
     ``delta`` may be a function of the predictions at these values; then they are computed once, not twice. Nodes that
     are not in ``delta`` (with a function: not in ``names``) contribute nothing and cost nothing. The result has the
     model's structure, with None where there is no weight. BatchNorm is differentiated with its batch statistics.
-    ``start`` are the values where inference began: what products in bfloat16 are anchored at (`pcx.shortcuts.products`).
+    Displaced values (`Inferred.displaced`) keep small errors exact where products are rounded.
     """
+    away = values if isinstance(values, Displaced) else None
+    values = values.values if isinstance(values, Displaced) else values
     n = batch_size(x, values)
     nodes = named(model, Vode)
     wanted = list(delta) if isinstance(delta, Mapping) else list(values if names is None else names)
@@ -71,8 +72,9 @@ def weight_gradient(
     weights, rest = partition(model)
     full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n).values
     program = Program(model, full, x, key, training)
-    product = program.anchor(full if start is None else Nodes(start)).product if products.wanted() else None
-    moved = () if start is None else tuple(full)
+    anchored = away is not None or products.precision() is not None
+    product = program.anchor(full if away is None else away.start).product if anchored else None
+    moved = {} if away is None else dict(away.by)
 
     def predictions(weights: M) -> Nodes[Array]:
         arrays = eqx.filter(eqx.combine(weights, rest), eqx.is_array)
@@ -112,15 +114,15 @@ def train_step(
     inferred = infer(model, x, observed, optimiser=state_optimiser, steps=steps, **options)
     objective = {name: options.get(name) for name in ("energy", "precision")}
     learned: dict[str, Nodes[Array]] = {}
+    settled = inferred.values if inferred.displaced is None else inferred.displaced
 
     def delta(u: Nodes[Array]) -> Nodes[Array]:
         factors = make_objective(model, **objective).factors(model, u, steps)
-        learned["energies"] = factor_energies(factors, inferred.values, u)
-        return deltas(model, inferred.values, u, step=steps, **objective)
+        learned["energies"] = factor_energies(factors, settled, u)
+        return deltas(model, settled, u, step=steps, **objective)
 
-    context: dict[str, Any] = {name: options[name] for name in ("key", "training") if name in options}
-    context |= {"names": inferred.reached, "start": inferred.forward.values}
-    gradient = weight_gradient(model, delta, inferred.values, x, **context)
+    context = {name: options[name] for name in ("key", "training") if name in options}
+    gradient = weight_gradient(model, delta, settled, x, names=inferred.reached, **context)
     gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
     trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
     none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)

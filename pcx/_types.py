@@ -105,6 +105,17 @@ Observations: TypeAlias = Mapping[str, Any]  # name -> array (the whole node is 
 Rule: TypeAlias = Callable[[Array], Array]  # what a node's value is, given the prediction of one sample
 
 
+class Displaced(NamedTuple):
+    """Values as a start and the way from it, which is known to its own precision: ``values = start + by``."""
+
+    start: "Nodes[Float[Array, 'batch ...']]"
+    by: "Nodes[Float[Array, 'batch ...']]"
+
+    @property
+    def values(self) -> "Nodes[Float[Array, 'batch ...']]":
+        return Nodes({name: value + self.by[name] for name, value in self.start.items()}, self.start.roots)
+
+
 class Run(NamedTuple):
     """One execution of a model: all values and predictions, what the model returned, and new layer statistics."""
 
@@ -121,6 +132,7 @@ class Inferred(eqx.Module):
     `infer` is still on its way): the others have a weight gradient of exactly zero.
     ``steps`` counts the steps of every sample; the gradient norms (per sample, over all free nodes) exist where a
     tolerance was given; ``history`` stacks what ``record`` returned before the first step and after each one.
+    ``displaced`` says the values more exactly, where inference kept track of the way from the start.
     """
 
     values: Nodes[Float[Array, "batch ..."]]
@@ -130,6 +142,7 @@ class Inferred(eqx.Module):
     gradient_start: Float[Array, " batch"] | None = None
     gradient_end: Float[Array, " batch"] | None = None
     history: Any = None
+    displaced: Displaced | None = None
     reached: frozenset[str] = eqx.field(static=True, default=frozenset())
 
 
@@ -143,12 +156,16 @@ class Trained(eqx.Module):
 
 
 class Shortcuts(NamedTuple):
-    """Which exact shortcuts `infer` may take. Each is used only where its conditions hold (`docs/design`)."""
+    """Which exact shortcuts `infer` may take. Each is used only where its conditions hold (`docs/design`).
+
+    ``anchor`` is about precision, not work: below float64, products and values are kept as differences from the start.
+    """
 
     wave: bool = True
     constant: bool = True
     stack: bool = True
+    anchor: bool = True
 
 
 ALL_SHORTCUTS = Shortcuts()
-NO_SHORTCUTS = Shortcuts(False, False, False)
+NO_SHORTCUTS = Shortcuts(False, False, False, False)

@@ -37,7 +37,7 @@ IMAGES: dict[str, tuple[tuple[int, ...], int]] = {
     "tinyimagenet": ((100000, 3, 64, 64), 200),
 }
 QUICK_EPOCHS, QUICK_STEPS, QUICK_IMAGES = 2, 10, 2000
-UNCOMPILED_SECONDS = 20.0
+UNCOMPILED_SECONDS = 8.0
 
 Say = Callable[[str], None]
 

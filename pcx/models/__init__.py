@@ -1,7 +1,7 @@
 """Model families of the benchmark, one file each; `get` finds them by name.
 
 >>> names()
-['alexnet', 'mlp', 'vgg5', 'vgg7']
+['alexnet', 'mlp', 'resnet18', 'vgg19', 'vgg5', 'vgg7', 'vgg9']
 """
 
 import importlib

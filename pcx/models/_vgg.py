@@ -4,14 +4,15 @@ Blocks of a 3×3 convolution, an activation and, after some, 2×2 max-pooling; t
 them. A node follows each block and each dense layer.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 import pcx.nn as pxnn
+from pcx._types import ModelError
 from pcx.models._activations import activation
 from pcx.predictive_coding import EnergyModule, Vode
 
@@ -39,8 +40,13 @@ class VGG(EnergyModule):
         self.pool = pxnn.MaxPool2d(2)
         self.pooled = tuple(pooled)
         self.activation = activation(activation_name)
-        features = jax.eval_shape(self.features, jax.ShapeDtypeStruct(tuple(shape), self.convolutions[0].weight.dtype))
-        *hidden, self.head = [pxnn.Linear(i, o) for i, o in itertools.pairwise([features.size, *dense, classes])]
+        features = self.features(shape, len(channels))
+        if features == 0:
+            raise ModelError(
+                f"nothing is left of images of shape {tuple(shape)} after {len(channels)} convolutions and {sum(pooled)} "
+                "poolings; use larger images or a model with fewer poolings."
+            )
+        *hidden, self.head = [pxnn.Linear(i, o) for i, o in itertools.pairwise([features, *dense, classes])]
         self.hidden = hidden
         self.vodes = [Vode() for _ in [*channels, *dense, classes]]
 
@@ -49,15 +55,22 @@ class VGG(EnergyModule):
         u = self.convolutions[i](x)
         return self.pool.of(u, self.activation) if self.pooled[i] else self.activation(u)
 
-    def features(self, x: Any) -> Array:
-        for i in range(len(self.convolutions)):
-            x = self.block(i, x)
-        return x
+    def features(self, shape: Sequence[int], blocks: int) -> int:
+        """How many numbers an image of this shape is after the first blocks."""
+        image = jax.ShapeDtypeStruct(tuple(shape), self.convolutions[0].weight.dtype)
+        done = jax.eval_shape(lambda x: functools.reduce(lambda x, i: self.block(i, x), range(blocks), x), image)
+        return done.size
+
+    def output(self, x: Float[Array, " features"], images: Sequence[Array]) -> Float[Array, " classes"]:
+        """The prediction of the last node; ``images`` are the values of the nodes after the convolutions."""
+        return self.head(x)
 
     def __call__(self, x: Float[Array, "channels height width"]) -> Float[Array, " classes"]:
+        images = []
         for i in range(len(self.convolutions)):
             x = self.vodes[i](self.block(i, x))
+            images.append(x)
         x = x.reshape(-1)
         for layer, vode in zip(self.hidden, self.vodes[len(self.convolutions) : -1], strict=True):
             x = vode(self.activation(layer(x)))
-        return self.vodes[-1](self.head(x))
+        return self.vodes[-1](self.output(x, images))

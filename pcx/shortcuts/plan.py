@@ -26,7 +26,8 @@ from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.products import Anchor, Product, interpret
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
-SMALLEST_STACK = 3
+SMALLEST_STACK = 3  # equal pieces
+WRITTEN_OUT = 8  # a loop of at most this many steps is written out: nothing is copied between steps, and more is fused
 
 
 class Program:
@@ -95,12 +96,12 @@ class Program:
         arrays: Any = None,
         stacks: Sequence[Sequence[Array | None]] | None = None,
         product: Product | None = None,
-        moved: Iterable[str] = (),
+        moved: Mapping[str, Array] | None = None,
     ) -> Nodes[Array]:
         """The predictions of the named nodes.
 
-        ``stacks`` (from `stacked_weights`) switches stacking on. ``product`` replaces how products are computed; it is told
-        which operands depend on the nodes that ``moved``.
+        ``stacks`` (from `stacked_weights`) switches stacking on. ``product`` replaces how products are computed; ``moved``
+        tells it which nodes are not at their start, and how far away.
         """
         known, wanted = self._known(values, arrays), list(names)
         done: dict[str, Array] = {}
@@ -114,7 +115,8 @@ class Program:
         if product is None:
             results = evaluate(self.jaxpr, piece, known, outputs)
         else:
-            results = interpret(self.jaxpr, piece, known, outputs, product, [self.inputs[name] for name in moved])
+            away = {self.inputs[name]: by for name, by in (moved or {}).items()}
+            results = interpret(self.jaxpr, piece, known, outputs, product, away)
         done |= zip(lone, results, strict=True)
         return Nodes({name: done[name] for name in wanted}, self.roots)
 

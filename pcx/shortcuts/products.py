@@ -1,16 +1,18 @@
-"""Products in bfloat16, for networks whose errors are small differences of large numbers.
+"""Products at less than full precision, for networks whose errors are small differences of large numbers.
 
-Under ``jax.default_matmul_precision("bfloat16")`` the products that inference and learning repeat have operands of eight
-bits. Rounding a value like that would drown the errors ``h - u``, which are often a thousandth of it. So every product is
-anchored where inference starts:
+Under ``jax.default_matmul_precision("tensorfloat32")`` or ``("bfloat16")`` the operands of products have eleven or eight
+bits. Rounding a value like that would drown the errors ``h - u``, which are often a thousandth of it or much less. So every
+product is anchored where inference starts:
 
     W h = W h₀ + W (h - h₀)
 
 The first term is computed once, as in the forward pass; only the second, small one is rounded, relative to its own size.
-Derivatives are linear in the errors, and so are rounded relative to them. In exact arithmetic nothing changes.
+Derivatives are linear in the errors, and so are rounded relative to them. In exact arithmetic nothing changes. Together with
+a state that is the displacement ``h - h₀`` itself (`pcx.infer`), errors far below the rounding of a value survive; so
+products of full float32 are anchored too.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,14 +24,28 @@ from jaxtyping import Array
 from pcx._jaxpr import evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOW = jnp.bfloat16
 PRODUCTS = ("dot_general", "conv_general_dilated")
-Product = Callable[[JaxprEqn, list[Any], list[bool], Any], Any]  # equation, operands, which of them move, its place
+# These move numbers without changing them, so that the displacement of the output is that of the input, moved alike.
+MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy")
+FIXED: Any = None  # an operand that does not depend on what moved
+UNKNOWN: Any = object()  # one that does, by an unknown amount
+Product = Callable[[JaxprEqn, list[Any], list[Any], Any], Any]  # equation, operands, their displacements, its place
 
 
-def wanted() -> bool:
-    """Whether products are to be in bfloat16: JAX's own setting says so."""
-    return getattr(jax.config, "jax_default_matmul_precision", None) == "bfloat16"
+def precision() -> str | None:
+    """JAX's own setting of the precision of products, where it is one that rounds operands."""
+    chosen = getattr(jax.config, "jax_default_matmul_precision", None)
+    return chosen if chosen in ("tensorfloat32", "bfloat16") else None
+
+
+def worthwhile(values: Any) -> bool:
+    """Whether anchored products make a difference: not where everything is float64."""
+    return precision() is not None or jnp.result_type(*jax.tree.leaves(values)) != jnp.float64
+
+
+def low(array: Array) -> Array:
+    """An operand as it goes into a rounded product; the rounding to tensorfloat32 is the hardware's."""
+    return array.astype(jnp.bfloat16) if precision() == "bfloat16" else array
 
 
 def interpret(
@@ -38,68 +54,75 @@ def interpret(
     known: Mapping[Any, Any],
     outputs: Sequence[Any],
     product: Product,
-    moving: Collection[Any],
+    away: Mapping[Any, Any],
     place: tuple[Any, ...] = (),
 ) -> list[Any]:
-    """`evaluate`, with another way to compute products. ``moving`` are variables; what depends on them moves too.
+    """Run some equations of a program with another way to compute products. ``away`` are displacements of variables.
 
     Products inside of jit are found; those inside loops, branches and custom derivatives are left as they are.
     """
-    values, moves = dict(known), set(moving)
+    values, moves = dict(known), dict(away)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in eqns:
         operands = [read(atom) for atom in eqn.invars]
-        flags = [not isinstance(atom, Literal) and atom in moves for atom in eqn.invars]
+        by = [FIXED if isinstance(atom, Literal) else moves.get(atom, FIXED) for atom in eqn.invars]
+        here = (*place, eqn.outvars[0])
         inner = inside(eqn) if eqn.primitive.name in ("jit", "pjit") else None
         if eqn.primitive.name in PRODUCTS:
-            results = [product(eqn, operands, flags, (*place, eqn.outvars[0]))]
+            results = [product(eqn, operands, by, here)]
         elif inner is not None:
-            variables = inner.jaxpr.invars
-            own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True)) | dict(zip(variables, operands, strict=True))
-            moved = [var for var, flag in zip(variables, flags, strict=True) if flag]
-            place_inside = (*place, eqn.outvars[0])
-            results = interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, moved, place_inside)
+            names, consts = inner.jaxpr.invars, dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+            moved = {var: amount for var, amount in zip(names, by, strict=True) if amount is not FIXED}
+            own = consts | dict(zip(names, operands, strict=True))
+            results = interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, moved, here)
         else:
-            own = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
-            results = evaluate(jaxpr, [eqn], own, eqn.outvars)
+            results = _one(jaxpr, eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
-        if any(flags):
-            moves.update(eqn.outvars)
+        if any(amount is not FIXED for amount in by):
+            moves.update(dict.fromkeys(eqn.outvars, UNKNOWN))
+            if eqn.primitive.name in MOVES and by[0] is not UNKNOWN:
+                moves[eqn.outvars[0]] = _one(jaxpr, eqn, [by[0], *operands[1:]])[0]
     return [read(atom) for atom in outputs]
+
+
+def _one(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    own = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
+    return evaluate(jaxpr, [eqn], own, eqn.outvars)
 
 
 class Anchor:
     """The products of a program where inference starts, and from there the same products at other values.
 
-    An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with derivatives in bfloat16.
+    An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with rounded derivatives.
     What does not move (the weights) is rounded once, by `record`.
     """
 
     def __init__(self) -> None:
         self.known: dict[Any, tuple[list[Array], list[Array], Array]] = {}
 
-    def record(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
+    def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at the start, remembered."""
         value = _plain(eqn, operands)
-        self.known[place] = (operands, [operand.astype(LOW) for operand in operands], value)
+        self.known[place] = (operands, [low(operand) for operand in operands], value)
         return value
 
-    def product(self, eqn: JaxprEqn, operands: list[Array], moving: list[bool], place: Any) -> Array:
+    def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at values of which some have moved since the start."""
-        fixed = [jax.lax.stop_gradient(operand) for operand in operands]
-        low = [operand.astype(LOW) for operand in fixed]
+        now = [jax.lax.stop_gradient(operand) for operand in operands]
+        moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
-            value = _plain(eqn, fixed)
-        else:
-            start, rounded, value = self.known[place]
-            low = [now if moved else then for now, then, moved in zip(low, rounded, moving, strict=True)]
-            if any(moving):
-                away = [x - s if m else r for x, s, r, m in zip(fixed, start, rounded, moving, strict=True)]
-                value = value + _low(eqn, *away)
-        return _with_derivative(eqn, jax.lax.stop_gradient(value), low, *operands)
+            return _with_derivative(eqn, _plain(eqn, now), [low(operand) for operand in now], *operands)
+        start, rounded, value = self.known[place]
+        if any(moving):
+            by = [x - s if b is UNKNOWN else b for x, s, b in zip(now, start, away, strict=True)]
+            value = value + _low(
+                eqn, *(r if b is FIXED else jax.lax.stop_gradient(b) for r, b in zip(rounded, by, strict=True))
+            )
+        both = [low(x) if moves else r for x, r, moves in zip(now, rounded, moving, strict=True)]
+        return _with_derivative(eqn, value, both, *operands)
 
 
 def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
@@ -108,13 +131,14 @@ def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
 
 def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
     """The product of rounded operands, in the dtype of the exact one."""
-    params = eqn.params | {"preferred_element_type": LOW}
     aval: Any = eqn.outvars[0].aval
-    return eqn.primitive.bind(lhs.astype(LOW), rhs.astype(LOW), **params).astype(aval.dtype)
+    operands = low(lhs), low(rhs)
+    params = eqn.params | {"preferred_element_type": jnp.result_type(*operands)}
+    return eqn.primitive.bind(*operands, **params).astype(aval.dtype)
 
 
-def _with_derivative(eqn: JaxprEqn, value: Array, low: list[Array], lhs: Array, rhs: Array) -> Array:
-    """A value that is already known, with the derivative of the product in bfloat16; ``low`` are the rounded operands."""
+def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Array, rhs: Array) -> Array:
+    """A value that is already known, with the derivative of the product at rounded operands."""
 
     @jax.custom_jvp
     def product(lhs: Array, rhs: Array, value: Array, low_lhs: Array, low_rhs: Array) -> Array:
@@ -128,20 +152,20 @@ def _with_derivative(eqn: JaxprEqn, value: Array, low: list[Array], lhs: Array, 
         return value, sum(parts) if parts else jnp.zeros_like(value)
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return product(lhs, rhs, value, *low)
+    return product(lhs, rhs, jax.lax.stop_gradient(value), *rounded)
 
 
 def rounded(function: F) -> F:
-    """A function whose products are done in bfloat16, values and derivatives, where that is wanted; else the function itself.
+    """A function whose products are rounded, values and derivatives: for backpropagation, which has no small differences.
 
-    For plain backpropagation, which has no small differences.
+    Only bfloat16 needs it; tensorfloat32 is the hardware's own.
     """
-    return _interpreted(function, lambda eqn, operands, moving, place: _low(eqn, *operands)) if wanted() else function
+    return _interpreted(function, lambda eqn, operands, away, place: _low(eqn, *operands))
 
 
 def rounded_derivatives(function: F) -> F:
-    """A function whose derivatives have products in bfloat16, where that is wanted, while its values do not."""
-    return _interpreted(function, Anchor().product) if wanted() else function
+    """A function whose derivatives have rounded products, while its values do not."""
+    return _interpreted(function, Anchor().product)
 
 
 def _interpreted(function: Any, product: Any) -> Any:
@@ -149,7 +173,7 @@ def _interpreted(function: Any, product: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         known |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-        results = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, ())
+        results = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, {})
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return call
+    return call if precision() == "bfloat16" else function

@@ -18,7 +18,7 @@ from pcx._energies import weighted
 from pcx._free_energy import Factor, factor_energies
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Nodes
-from pcx.shortcuts.plan import SMALLEST_STACK, Program, ZeroAware, signature
+from pcx.shortcuts.plan import SMALLEST_STACK, WRITTEN_OUT, Program, ZeroAware, signature
 
 
 class Packed(NamedTuple):
@@ -39,8 +39,8 @@ class Blocks:
         blocks = tuple(jnp.stack([values[name] for name in group]) for group in self.groups)
         return Packed(blocks, values.only(name for name in self.free if name not in self.place))
 
-    def unpack(self, packed: Packed) -> dict[str, Array]:
-        return {name: self.one(packed, name) for name in self.free}
+    def unpack(self, packed: Packed) -> Nodes[Array]:
+        return Nodes({name: self.one(packed, name) for name in self.free})
 
     def one(self, packed: Packed, name: str) -> Array:
         block, row = self.place.get(name, (None, None))
@@ -70,13 +70,27 @@ class Blocks:
 class BlockEnergy:
     """The sum of all active energies as a function of packed values."""
 
-    def __init__(self, program: Program, weights: Any, blocks: Blocks, fixed: Mapping[str, Array], constants: Nodes[Array]):
-        self.program, self.weights, self.blocks, self.fixed, self.constants = program, weights, blocks, fixed, constants
+    def __init__(self, program: Program, weights: Any, blocks: Blocks, fixed: Mapping[str, Array]):
+        self.program, self.weights, self.blocks, self.fixed = program, weights, blocks, fixed
 
-    def __call__(self, packed: Packed, factors: Mapping[str, Factor]) -> Array:
+    @staticmethod
+    def of(
+        program: Program,
+        weights: Any,
+        free: Sequence[str],
+        whole: Sequence[str],
+        factors: Mapping[str, Factor],
+        fixed: Mapping[str, Array],
+    ) -> "BlockEnergy | None":
+        """With blocks of the nodes that are free as a ``whole`` and have equal predictions and energies, if there are any."""
+        groups = [[name for name in group if name in whole] for group in program.groups]
+        groups = [group for group in groups if len(group) >= SMALLEST_STACK and alike([factors[name] for name in group])]
+        return BlockEnergy(program, weights, Blocks(groups, free), fixed) if groups else None
+
+    def __call__(self, packed: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]) -> Array:
         total, done = jnp.zeros((), jnp.result_type(*jax.tree.leaves(packed))), set[str]()
         for group, weights in zip(self.program.groups, self.weights, strict=True):
-            members = [name for name in group if name in factors and name not in self.constants]
+            members = [name for name in group if name in factors and name not in constants]
             if len(members) < SMALLEST_STACK or not alike([factors[name] for name in members]):
                 continue
             u = self.program.predict_rows(group, members, weights, lambda names: self.blocks.rows(packed, self.fixed, names))
@@ -91,8 +105,8 @@ class BlockEnergy:
         rest = [name for name in factors if name not in done]
         read = set(rest).union(*(self.program.parents[name] for name in rest))
         values = {name: self.fixed[name] if name in self.fixed else self.blocks.one(packed, name) for name in read}
-        moving = [name for name in rest if name not in self.constants]
-        predictions = self.program.predict(values, moving) | self.constants.only(rest)
+        moving = [name for name in rest if name not in constants]
+        predictions = self.program.predict(values, moving) | constants.only(rest)
         for part in factor_energies({name: factors[name] for name in rest}, values, predictions).values():
             total += jnp.sum(part)
         return total
@@ -102,13 +116,6 @@ def alike(factors: Sequence[Factor]) -> bool:
     """Whether nodes have the same energy function and the same precision."""
     first = factors[0]
     return all(factor.energy is first.energy and factor.precision is first.precision for factor in factors)
-
-
-def find_blocks(program: Program, free: Sequence[str], whole: Sequence[str], factors: Mapping[str, Factor]) -> Blocks | None:
-    """The blocks of a model: free nodes that are no part of an observation, with equal predictions and energies."""
-    groups = [[name for name in group if name in whole] for group in program.groups]
-    groups = [group for group in groups if len(group) >= SMALLEST_STACK and alike([factors[name] for name in group])]
-    return Blocks(groups, free) if groups else None
 
 
 class BlockOptimiser:
@@ -207,3 +214,16 @@ def _mapped(jaxpr: Jaxpr, outputs: list[Any], known: Mapping[Any, Any], own: Map
     variables = list(own)
     function: Callable[..., Any] = lambda *arrays: one(dict(zip(variables, arrays, strict=True)))  # noqa: E731
     return list((jax.vmap(function) if mapped else function)(*own.values()))
+
+
+def repeat(body: Callable[..., Any], carry: Any, plan: Sequence[Any], steps: int, unroll: bool) -> tuple[Any, Any, Any]:
+    """``carry = body(carry, step, plan[step])``; the last entry of the plan is for all later steps. Returns also that entry."""
+    done = min(len(plan) - 1, steps)
+    for step in range(done):
+        carry = body(carry, step, plan[step])
+    if unroll or steps - done <= WRITTEN_OUT:
+        for step in range(done, steps):
+            carry = body(carry, step, plan[done])
+    else:
+        carry, _ = jax.lax.scan(lambda carry, step: (body(carry, step, plan[done]), None), carry, jnp.arange(done, steps))
+    return *carry, plan[done]
