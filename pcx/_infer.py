@@ -28,6 +28,7 @@ from pcx._free_energy import (
     start_rules,
 )
 from pcx._init import Init, forward
+from pcx._model import weight_dtype
 from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, waves
@@ -122,7 +123,7 @@ class _Task:
     ):
         self.model, self.objective, self.start, self.batch = model, objective, start, batch
         self.context = (x, key, training)
-        self.fixed = fixed
+        self.fixed, self.dtype = fixed, weight_dtype(model)
         self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
         self.shortcuts = shortcuts
         factors = objective.factors(model, start.values, 0)
@@ -191,7 +192,7 @@ class _Task:
 
         def total(moving: Nodes[Array]) -> Array:
             parts = self.energy_of(free | moving, step, active, moved)
-            return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), jnp.result_type(*free.values())))
+            return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), self.dtype))
 
         gradients = jax.grad(total)(free.only(targets))
         return Nodes({name: self.unmasked(name, g, jnp.zeros_like(g)) for name, g in gradients.items()})
@@ -234,7 +235,7 @@ class _Task:
             stacked = self.solve_stacked(lazy, state, plan, steps, unroll)
             if stacked is not None:
                 return stacked
-        if self.program is not None and self.shortcuts.anchor and products.worthwhile(start):
+        if self.program is not None and self.shortcuts.anchor and products.worthwhile(self.dtype):
             self.anchor = self.program.anchor(self.start.values)
 
         def note(step: Any, free: Nodes[Array]) -> Any:

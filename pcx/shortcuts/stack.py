@@ -88,7 +88,7 @@ class BlockEnergy:
         return BlockEnergy(program, weights, Blocks(groups, free), fixed) if groups else None
 
     def __call__(self, packed: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]) -> Array:
-        total, done = jnp.zeros((), jnp.result_type(*jax.tree.leaves(packed))), set[str]()
+        total, done = jnp.zeros((), jnp.result_type(*packed.blocks)), set[str]()
         for group, weights in zip(self.program.groups, self.weights, strict=True):
             members = [name for name in group if name in factors and name not in constants]
             if len(members) < SMALLEST_STACK or not alike([factors[name] for name in members]):
