@@ -24,8 +24,8 @@ PUBLIC = {
     "pcx.predictive_coding": "EnergyModule LayerParam STATUS StateParam Vode VodeParam energies",
     "pcx.functional": "cond grad jit scan value_and_grad vmap while_loop",
     "pcx.utils": "Mask Optim Selection atomic_write clear load_params save_params step",
-    "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys largest_2x2 max_pool_2x2 next_key
-        seed""",
+    "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys largest_2x2 max_pool_2x2
+        next_key seed""",
     "pcx.optim": "NoisyState langevin noisy_heavy_ball second_order_langevin",
     "pcx.algorithms": """Algorithm Metrics State adamw check_positive fresh_state get metrics_of
         modules names observations step_key stream

@@ -69,13 +69,14 @@ def speed(
     random: Random = False,
     out: Out = None,
     quick: Quick = False,
+    uncompiled: Annotated[bool, typer.Option(help="also time a few steps without compiling, which takes a minute")] = True,
 ) -> None:
     from pcx.bench import speed as work
 
     path = out or work.file("speed.jsonl")
     with refusals(path):
         names = [name.strip() for name in rows.split(",") if name.strip()]
-        records = work.speed(names, precision, epochs, random, quick, path, say)
+        records = work.speed(names, precision, epochs, random, quick, path, say, uncompiled)
         print(work.as_text(records))
         print(f"{path}: {len(records)} records added")
 

@@ -74,7 +74,9 @@ def data_of(name: str, random: bool, limit: int | None = None) -> DataSet:
     return DataSet(name, split(min(count, limit or count)), split(100), classes, tuple(map(str, range(classes))))
 
 
-def speed(rows: list[str], precision: str, epochs: int, random: bool, quick: bool, out: Path, say: Say) -> list[dict[str, Any]]:
+def speed(
+    rows: list[str], precision: str, epochs: int, random: bool, quick: bool, out: Path, say: Say, uncompiled: bool = True
+) -> list[dict[str, Any]]:
     """Time PC and BP on each row; every record is written as soon as it is there."""
     epochs = _epochs(epochs, quick)
     if not rows:
@@ -86,7 +88,7 @@ def speed(rows: list[str], precision: str, epochs: int, random: bool, quick: boo
         title = f"{config.task} by {config.algorithm} in {precision}"
         say(f"{title}: loading, compiling")
         data = data_of(config.dataset, random, config.train_limit or None)
-        records.append(_facts("speed", config, random, quick) | _time_cell(config, data, epochs, quick))
+        records.append(_facts("speed", config, random, quick) | _time_cell(config, data, epochs, quick, uncompiled))
         record.append(out, records[-1])
         say(f"{title}: {records[-1]['seconds']['median']:.4f} s per epoch")
     return records
@@ -153,7 +155,7 @@ def stamp(what: str, quick: bool) -> dict[str, Any]:
     return {"what": what, "quick": quick, "time": now} | record.environment()
 
 
-def _time_cell(config: Config, data: DataSet, epochs: int, quick: bool) -> dict[str, Any]:
+def _time_cell(config: Config, data: DataSet, epochs: int, quick: bool, uncompiled: bool) -> dict[str, Any]:
     """Compile with an empty cache and again from it, warm up, time the epochs, and run a few steps uncompiled."""
     mode = _mode(config, data, 1, quick)
     compiling: dict[str, float] = {}
@@ -177,7 +179,9 @@ def _time_cell(config: Config, data: DataSet, epochs: int, quick: bool) -> dict[
         "memory_bytes": memory | {"peak_of_process": peak},
         "alive": bool(np.all(trained.health.alive)),
     }
-    return found if quick else found | {"uncompiled": _uncompiled(engine, trained, seconds["median"] / engine.steps)}
+    if uncompiled and not quick:
+        found["uncompiled"] = _uncompiled(engine, trained, seconds["median"] / engine.steps)
+    return found
 
 
 def _timed_epochs(engine: Engine, trained: Population, epochs: int) -> tuple[Population, dict[str, Any]]:

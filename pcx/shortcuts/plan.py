@@ -10,6 +10,7 @@
 Each is refused where its conditions do not hold; `docs/design/core.md` derives them.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class Program:
 
     def __init__(self, model: Any, values: Nodes[Array], x: Any = None, key: Key = None, training: bool = False):
         self.arrays, static = eqx.partition(model, eqx.is_array)
-        self.given = (x, key)
+        self.given = (jax.tree.map(jnp.asarray, x), key)
 
         def predictions(values: Nodes[Array], arrays: Any, given: Any) -> Nodes[Array]:
             x, key = given
@@ -55,14 +56,16 @@ class Program:
         self.parents = dict(zip(shapes, reach(self.jaxpr, labels), strict=True))
         self.pieces = {name: cut(self.jaxpr, [var]) for name, var in self.outputs.items()}
         self.free_variables = {name: free_variables(piece, [self.outputs[name]]) for name, piece in self.pieces.items()}
-        self.groups = self._equal_pieces()
 
-    def _equal_pieces(self) -> list[list[str]]:
-        groups: dict[Any, list[str]] = {}
+    @functools.cached_property
+    def groups(self) -> list[list[str]]:
+        """The nodes whose pieces are the same program with a dense product, and no convolution, group by group."""
+        groups: dict[str, list[str]] = {}
         for name, piece in self.pieces.items():
-            text = signature(self.jaxpr, piece, self.free_variables[name], [self.outputs[name]])
-            text += _derivative(self.jaxpr, piece, self.free_variables[name], self.outputs[name]) if "custom_" in text else ""
+            free = self.free_variables[name]
+            text = signature(self.jaxpr, piece, free, [self.outputs[name]])
             if "dot_general" in text and "conv_general_dilated" not in text:
+                text += _derivative(self.jaxpr, piece, free, self.outputs[name]) if "custom_" in text else ""
                 groups.setdefault(text, []).append(name)
         return [group for group in groups.values() if len(group) >= SMALLEST_STACK]
 

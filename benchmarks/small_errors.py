@@ -1,0 +1,77 @@
+"""How much of the exact weight gradient survives rounding: the cosine with the gradient in float64, layer by layer.
+
+    python benchmarks/small_errors.py --task cifar10/vgg5 --out results/small_errors.jsonl
+
+One training step of PC-SE with the task's tuned settings from fresh weights, on random images: plain values and products in
+float32, then displaced values and anchored products in float32 and in bfloat16. A cosine of 1 is the exact direction, 0 noise.
+(tf32 is a rounding of accelerators only; on one, add ``--precisions float32 tensorfloat32 bfloat16``.)
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import pcx
+from pcx.bench import record
+from pcx.bench.speed import IMAGES
+from pcx.bench.tasks import build_model, configure, pipeline
+
+
+def gradients_of(model, x, label, hyper, shortcuts, precision):
+    """The weight gradient of one training step, as float64 arrays."""
+    last = pcx.output_node(model, x)
+    options = {"optimiser": optax.sgd(hyper.lr_h, momentum=hyper.momentum_h), "steps": hyper.T, "shortcuts": shortcuts}
+
+    @eqx.filter_jit
+    def gradient(model, x):
+        done = pcx.infer(model, x, {last: label}, **options)
+        settled = done.values if done.displaced is None else done.displaced
+        return pcx.weight_gradient(model, lambda u: pcx.deltas(model, settled, u), settled, x)
+
+    with jax.default_matmul_precision(precision):
+        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient(model, x))]
+
+
+def cosine(a, b):
+    return float(np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="cifar10/vgg5")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, default=Path("results/small_errors.jsonl"))
+    options = parser.parse_args()
+    config = configure(options.task, "pc_se")
+    (_, *shape), classes = IMAGES[config.dataset]
+    images = np.random.default_rng(0).integers(0, 256, (options.samples, *shape), np.uint8)
+    label = jnp.arange(options.samples) % classes
+    x = pipeline(config).test(jnp.asarray(images))
+    model = build_model(config, x.shape[1:], classes, jax.random.key(0))
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda a: a.astype(jnp.float64), model)
+        exact = gradients_of(double, x.astype(jnp.float64), label, config.hyper, pcx.NO_SHORTCUTS, "float32")
+    variants = {"plain float32": (pcx.Shortcuts(anchor=False), "float32")}
+    variants |= {f"anchored {name}": (pcx.ALL_SHORTCUTS, name) for name in options.precisions}
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(pcx.weights(model))]
+    found = {}
+    for variant, (shortcuts, precision) in variants.items():
+        mine = gradients_of(model, x, label, config.hyper, shortcuts, precision)
+        found[variant] = {name: cosine(a, b) for name, a, b in zip(names, mine, exact, strict=True)}
+    width = max(map(len, names))
+    print(" " * width, *(f"{variant:>20}" for variant in found))
+    for name in names:
+        print(f"{name:<{width}}", *(f"{found[variant][name]:20.4f}" for variant in found))
+    settings = {"task": config.task, "samples": options.samples, "hyper": dataclasses.asdict(config.hyper)}
+    record.append(options.out, {"what": "small errors", **settings, "cosines": found, **record.environment()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Anchored products: nothing changes in exact arithmetic, and errors far below the rounding of a value survive."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import Chain, Convolutional, Skip, batch, largest_difference
+
+import pcx
+from pcx._types import Displaced
+from pcx.algorithms import bp, ipc, pc
+from pcx.shortcuts import products
+from pcx.shortcuts.zeros import count
+
+PLAIN = pcx.Shortcuts(anchor=False)
+TF32 = "tensorfloat32"  # on a CPU, and in float64, products are not rounded: only the order of the sums differs
+
+
+def settle(model, x, observed, precision=None, **options):
+    options = {"optimiser": optax.sgd(0.1, momentum=0.5), "steps": 6} | options
+    with jax.default_matmul_precision(precision):
+        return eqx.filter_jit(lambda x, o: pcx.infer(model, x, o, **options))(x, observed)
+
+
+MODELS = {
+    "chain": (lambda: Chain([3, 4, 5, 4, 2]), (3,)),
+    "skip": (lambda: Skip(4, 4, 2), (4,)),
+    "convolutional": (Convolutional, (3, 8, 8)),
+}
+
+
+def problem(name):
+    make, shape = MODELS[name]
+    model, (x, _) = make(), batch(shape, 2, size=3)
+    last = list(pcx.run(model, {}, x).values)[-1]
+    return model, x, {last: jax.random.normal(jax.random.key(8), pcx.run(model, {}, x).values[last].shape)}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 12])
+@pytest.mark.parametrize("init", ["forward", "zeros"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_in_exact_arithmetic(name, init, steps):
+    """In float64 the anchored path is the naive one, and says by how much every node has moved."""
+    model, x, observed = problem(name)
+    naive = settle(model, x, observed, steps=steps, init=init, shortcuts=pcx.NO_SHORTCUTS)
+    anchored = settle(model, x, observed, TF32, steps=steps, init=init, shortcuts=pcx.Shortcuts(stack=False))
+    assert naive.displaced is None
+    assert largest_difference(naive.values, anchored.values) < 1e-13
+    assert largest_difference(anchored.displaced.values, anchored.values) == 0
+    start = pcx.initialise(model, x, observed, init=init)
+    assert largest_difference(anchored.displaced.start, start) < 1e-15
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_weights(name):
+    model, x, observed = problem(name)
+    optimiser = optax.sgd(1.0)
+    options = {"state_optimiser": optax.sgd(0.1), "weight_optimiser": optimiser, "steps": 8}
+    options["weight_state"] = optimiser.init(pcx.weights(model))
+    learned = {}
+    for precision, shortcuts in ((None, pcx.NO_SHORTCUTS), (TF32, pcx.Shortcuts(stack=False))):
+        with jax.default_matmul_precision(precision):
+            step = eqx.filter_jit(lambda x, o, s=shortcuts: pcx.train_step(model, x, o, shortcuts=s, **options))
+            learned[precision] = step(x, observed)
+    assert learned[TF32].inferred.displaced is not None
+    assert largest_difference(pcx.weights(learned[None].model), pcx.weights(learned[TF32].model)) < 1e-13
+    assert largest_difference(learned[None].energies, learned[TF32].energies) < 1e-13
+
+
+def test_equal_with_tolerance_record_and_parts():
+    model, x, observed = problem("chain")
+    part = pcx.Observed(jnp.zeros((3, 5)), jnp.arange(5) < 2)
+    options = {"tolerance": 1e-6, "steps": 400, "record": pcx.record_energies, "optimiser": optax.sgd(0.1)}
+    seen = {**observed, "vodes.1": part}
+    naive = settle(model, x, seen, shortcuts=pcx.NO_SHORTCUTS, **options)
+    anchored = settle(model, x, seen, TF32, shortcuts=pcx.Shortcuts(stack=False), **options)
+    assert anchored.displaced is not None
+    np.testing.assert_array_equal(naive.steps, anchored.steps)
+    assert largest_difference(naive.values, anchored.values) < 1e-12
+    assert largest_difference(naive.history, anchored.history) < 1e-12
+    np.testing.assert_array_equal(anchored.values["vodes.1"][:, :2], 0)
+
+
+def linear_chain(depth, width, rate):
+    """The displacements of all nodes of a linear chain when the error has just arrived at the first one, in float64.
+
+    At that moment node l has moved k = depth - 1 - l edges from the output; only the first step of the error counts for the
+    first node: it is ``rate^k W' ... W' e``.
+    """
+    draw = np.random.default_rng(0)
+    weights = [draw.normal(size=(width, width)) / np.sqrt(width) for _ in range(depth)]
+    x, y = draw.normal(size=(2, 3, width))
+    h = x
+    for w in weights:
+        h = h @ w.T
+    first = y - h
+    for w in weights[:0:-1]:
+        first = rate * first @ w
+    return weights, x, y, first
+
+
+@pytest.mark.parametrize("precision", ["float32", TF32, "bfloat16"])
+def test_errors_below_the_rounding_of_a_value_survive(precision):
+    """Five layers at a rate of 0.01: the first node moves by 1e-8 of its value, a sixth of what float32 can hold there.
+
+    The displacement and the weight gradient it makes agree with float64 by hand to the precision of the products. Plain
+    values lose them completely.
+    """
+    weights, x, y, first = linear_chain(5, 6, 0.01)
+    model = Chain([6] * 6, activation=lambda u: u, bias=False)
+    pairs = zip(model.layers, weights, strict=True)
+    model.layers = [eqx.tree_at(lambda linear: linear.weight, layer, jnp.asarray(w)) for layer, w in pairs]
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), model)
+    options = {"state_optimiser": optax.sgd(0.01), "weight_optimiser": optax.sgd(1.0), "steps": 4}
+    options["weight_state"] = optax.sgd(1.0).init(pcx.weights(model))
+    found = {}
+    for name, shortcuts in (("anchored", pcx.Shortcuts(stack=False)), ("plain", pcx.Shortcuts(stack=False, anchor=False))):
+        with jax.default_matmul_precision(precision):
+            step = eqx.filter_jit(lambda x, y, s=shortcuts: pcx.train_step(model, x, {"vodes.4": y}, shortcuts=s, **options))
+            found[name] = step(x.astype(np.float32), y.astype(np.float32))
+
+    def wrong(values, expected):
+        return float(np.linalg.norm(np.asarray(values, np.float64) - expected) / np.linalg.norm(expected))
+
+    gradient = first.T @ x / 3
+    size = np.abs(first).max() / np.abs(np.asarray(found["plain"].inferred.values["vodes.0"])).max()
+    assert size < 1e-7
+    precise = 3e-2 if precision == "bfloat16" else 1e-5
+    assert wrong(found["anchored"].inferred.displaced.by["vodes.0"], first) < precise
+    energy = float(jnp.sum(found["anchored"].energies["vodes.0"]))
+    assert energy == pytest.approx(0.5 * np.sum(first**2), rel=2 * precise)
+    moved = found["anchored"].inferred.displaced
+    errors = pcx.deltas(model, moved, {"vodes.0": found["anchored"].inferred.forward.predictions["vodes.0"]})
+    learned = pcx.weight_gradient(model, errors, moved, x.astype(np.float32))
+    assert wrong(-learned.layers[0].weight, gradient) < precise
+    values = np.asarray(found["plain"].inferred.values["vodes.0"], np.float64)
+    assert wrong(values - np.asarray(found["plain"].inferred.forward.values["vodes.0"], np.float64), first) > 0.1
+
+
+def test_bfloat16_rounds_the_displacement_only():
+    """``u = W h₀ + (bf16(W) bf16(d))`` for a linear layer, where d is the displacement of its input: by hand, bit by bit."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 4, 2], activation=lambda u: u, bias=False))
+    x, y = (a.astype(jnp.float32) for a in batch(3, 2, size=3))
+    with jax.default_matmul_precision("bfloat16"):
+        done = pcx.infer(model, x, {"vodes.1": y}, optimiser=optax.sgd(0.1), steps=1, record=pcx.record_energies)
+    w = model.layers[1].weight
+    low = w.astype(jnp.bfloat16)
+    start = done.forward
+    error = (y - start.predictions["vodes.1"]).astype(jnp.bfloat16)
+    d = 0.1 * (error @ low).astype(jnp.float32)
+    np.testing.assert_allclose(done.displaced.by["vodes.0"], d, rtol=1e-6)
+    u = start.predictions["vodes.1"] + (done.displaced.by["vodes.0"].astype(jnp.bfloat16) @ low.T).astype(jnp.float32)
+    expected = 0.5 * jnp.sum((y - u) ** 2, axis=1)
+    np.testing.assert_allclose(done.history["vodes.1"][1], expected, rtol=1e-6)
+
+
+def operand_types(step, *arguments):
+    """The dtypes of the operands of all products in a traced function."""
+    found = []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in products.PRODUCTS:
+                found.append(tuple(str(v.aval.dtype) for v in eqn.invars))
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    walk(inner.jaxpr)
+
+    walk(jax.make_jaxpr(step)(*arguments).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", [bp, pc, ipc], ids=["bp", "pc", "ipc"])
+def test_which_products_are_in_bfloat16(algorithm):
+    """Backpropagation: all. Predictive coding: all but the forward pass. iPC, whose weights move: all derivatives."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 4, 2]))
+    x, y = (a.astype(jnp.float32) for a in batch(3, 2, size=3))
+    made = algorithm.make(next(iter(algorithm.VARIANTS.values())))
+    state = made.init(model, x, y, jax.random.key(0))
+    arrays, static = eqx.partition(state, eqx.is_array)
+
+    def step(arrays, x, y):
+        return eqx.filter(made.step(eqx.combine(arrays, static), x, y, jax.random.key(0)), eqx.is_array)
+
+    with jax.default_matmul_precision("bfloat16"):
+        kinds = operand_types(step, arrays, x, y)
+    low = [kind for kind in kinds if kind == ("bfloat16", "bfloat16")]
+    full = [kind for kind in kinds if kind == ("float32", "float32")]
+    assert len(low) + len(full) == len(kinds)
+    if algorithm is bp:
+        assert not full
+        assert len(low) == 2 + 1 + 2  # forward, back through the second layer, two weight gradients
+    else:
+        assert low
+        assert full
+
+
+def test_no_product_more_in_the_compiled_program():
+    """The anchor's products are those of the forward pass: the compiler finds them equal, so that nothing is done twice."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 5, 6, 7, 2]))
+    x, y = (a.astype(jnp.float32) for a in batch(3, 2, size=3))
+    options = {"optimiser": optax.sgd(0.1), "steps": 6}
+
+    def program(shortcuts):
+        function = jax.jit(lambda x, y: pcx.infer(model, x, {"vodes.3": y}, shortcuts=shortcuts, **options).values)
+        return function.lower(x, y).compile({"xla_backend_optimization_level": 3}).as_text()
+
+    def dots(text):
+        return sum(" dot(" in line or "__onednn$matmul" in line for line in text.splitlines())
+
+    # steps 0 to 5 need 0, 1, 2, 3, 3, 3 predictions from inputs that have moved (the first layer's does not), and
+    # 1, 2, 3, 3, 3, 3 errors sent back; the forward pass has 4 products
+    assert dots(program(pcx.ALL_SHORTCUTS)) == dots(program(PLAIN)) == 4 + (0 + 1 + 2 + 3 * 3) + (1 + 2 + 3 * 4)
+
+
+def test_products_inside_of_jit_are_found():
+    def function(x, w):
+        return jnp.sum(jax.jit(lambda x: jnp.tanh(x @ w))(x) @ w)
+
+    x, w = jnp.ones((2, 3)), jnp.eye(3)
+    with jax.default_matmul_precision("bfloat16"):
+        assert set(operand_types(products.rounded(function), x, w)) == {("bfloat16", "bfloat16")}
+        assert products.rounded(function)(x, w) == pytest.approx(float(function(x, w)), rel=1e-2)
+    assert products.rounded(function) is function
+
+
+def test_displacements_follow_reshapes():
+    """The displacement of a flattened node is the flattened displacement: no large numbers are subtracted on the way."""
+    seen = []
+
+    def product(eqn, operands, away, place):
+        seen.append(away[0])
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    def function(h, w):
+        return h.reshape(2, 6) @ w, jnp.tanh(h).reshape(2, 6) @ w
+
+    closed = jax.make_jaxpr(function)(jnp.ones((2, 3, 2)), jnp.ones((6, 4)))
+    h, w = closed.jaxpr.invars
+    by = jnp.arange(12.0).reshape(2, 3, 2)
+    known = {h: jnp.ones((2, 3, 2)), w: jnp.ones((6, 4))}
+    products.interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, {h: by})
+    np.testing.assert_array_equal(seen[0], by.reshape(2, 6))
+    assert seen[1] is products.UNKNOWN
+
+
+def test_the_sum_of_a_start_and_a_displacement():
+    start, by = pcx.Nodes({"a": jnp.ones((2, 3))}), pcx.Nodes({"a": jnp.full((2, 3), 0.5)})
+    np.testing.assert_array_equal(Displaced(start, by).values["a"], 1.5)
+
+
+def test_float64_is_left_alone():
+    """Where nothing is rounded nothing is anchored, and the shortcut can be refused where it would be taken."""
+    model, x, observed = problem("chain")
+    assert settle(model, x, observed).displaced is None
+    half = jax.tree.map(lambda a: a.astype(jnp.float32), model)
+    assert settle(half, x, observed, shortcuts=PLAIN).displaced is None
+    assert settle(half, x, observed).displaced is not None
+
+
+def test_counts_do_not_grow():
+    """An anchored step has the products of a plain one; the pass that fills the anchor has one per layer."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 4, 5, 2]))
+    x, y = (a.astype(jnp.float32) for a in batch(3, 2, size=3))
+
+    def total(steps, shortcuts):
+        options = {"optimiser": optax.sgd(0.1), "steps": steps, "shortcuts": shortcuts}
+        return count(jax.make_jaxpr(lambda x, y: pcx.infer(model, x, {"vodes.2": y}, **options).values)(x, y).jaxpr)
+
+    anchored, plain = pcx.Shortcuts(stack=False), pcx.Shortcuts(stack=False, anchor=False)
+    assert total(20, anchored) - total(10, anchored) == total(20, plain) - total(10, plain) == 10 * 4
