@@ -231,7 +231,31 @@ def test_every_group_with_published_settings_has_all_algorithms():
     for group in groups:
         assert {algorithm for model, dataset, algorithm in accuracy.SETTINGS if (model, dataset) == group} == eight
     rest = {key for key in accuracy.SETTINGS if key[:2] not in groups}
-    assert rest == {("vgg7", "cifar10", "bp_se"), ("vgg7", "cifar10", "pc_se")}
+    assert rest == {("vgg7", "cifar10", "bp_se"), ("vgg7", "cifar10", "pc_se"), ("vgg19", "cifar10", "pc_se")}
+
+
+def test_every_cell_of_the_table_has_a_config():
+    """112 cells; where nothing is published, the settings of the nearest model on the same data, or of VGG-7 on CIFAR-100."""
+    cells = [(model, dataset, algorithm) for model, dataset in accuracy.PAPER for algorithm in accuracy.ALGORITHMS]
+    assert len(cells) == 112
+    sources = {"vgg9": "vgg7", "resnet18": "vgg7"}
+    for model, dataset, algorithm in cells:
+        config = configure(f"{dataset}/{model}", algorithm)
+        source = sources.get(model, model), dataset, algorithm
+        if source not in accuracy.SETTINGS:
+            assert dataset == "cifar10"
+            source = "vgg7", "cifar100", algorithm
+        plain = config.as_dict()
+        reached = plain | plain["hyper"] | plain["options"]
+        assert {name: reached[name] for name in accuracy.SETTINGS[source]} == accuracy.SETTINGS[source]
+
+
+def test_settings_of_the_skip_study():
+    """The state learning rate of 0.5 was not multiplied by the batch size there: per sample it is 0.5 / 128."""
+    config = configure("cifar10/vgg19", "pc_se", skip=True)
+    assert (config.hyper.T, config.hyper.lr_h, config.hyper.momentum_h) == (24, 0.00390625, 0.5)
+    assert (config.hyper.lr_theta, config.hyper.weight_decay, config.epochs) == (1e-4, 5e-4, 30)
+    assert (config.augmentation, config.options.activation, config.options.skip) == ("rotate5_flip", "leaky_relu", True)
 
 
 def test_a_set_without_published_settings_has_those_of_mnist_and_its_own_epochs():

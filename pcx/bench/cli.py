@@ -1,4 +1,4 @@
-"""The command line: run a task, print a table, list and fetch data."""
+"""The command line: run a task, search for settings, print a table, list and fetch data."""
 
 import sys
 import time
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from pcx.bench.cli_bench import bench_app, fail
+from pcx.bench.cli_search import SEARCH_HELP, search
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Predictive coding networks: benchmark runs, tables and data.",
+    help="Predictive coding networks: benchmark runs, searches, tables and data.",
     epilog="Start with: `pcx run digits/mlp --algorithm pc_se --epochs 5`",
 )
 data_app = typer.Typer(help="List the data sets that are here, or fetch one.", invoke_without_command=True)
@@ -110,7 +111,7 @@ def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> 
     import pcx.models
     from pcx.bench import record
     from pcx.bench.config import ConfigError
-    from pcx.bench.tables import rows_of
+    from pcx.bench.tables import Row, rows_of
 
     if table != "accuracy":
         how = "are timed by pcx bench speed" if table == "timing" else "cannot be run yet"
@@ -120,9 +121,15 @@ def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> 
     missing = [row for row in rows if row.final_mean is None]
     possible = [row for row in missing if row.model in pcx.models.names() and row.dataset in here]
     print(f"{len(rows) - len(missing)} of {len(rows)} cells have a record; {len(possible)} can run here")
-    cost = {"bp_se": 1, "bp_ce": 1, "ipc": 4}
+    algorithms, sizes = {"bp_se": 1, "bp_ce": 1, "ipc": 4}, {"tinyimagenet": 6}
+    models = {"mlp": 1, "vgg5": 20, "vgg7": 30, "vgg9": 40, "resnet18": 120}
     start = time.monotonic()
-    for done, row in enumerate(sorted(possible, key=lambda row: cost.get(row.algorithm, 2))):
+
+    def cost(row: Row) -> int:
+        """Roughly, in seconds per epoch relative to the MLP by BP."""
+        return models.get(row.model, 50) * algorithms.get(row.algorithm, 3) * sizes.get(row.dataset, 1)
+
+    for done, row in enumerate(sorted(possible, key=cost)):
         if done:
             left = (time.monotonic() - start) / done * (len(possible) - done)
             print(f"{done} of {len(possible)} done, about {left / 60:.0f} minutes left")
@@ -159,14 +166,20 @@ class Bar:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def move(self, number: int, note: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=number, note=note)
+
     def epoch(self, number: int, lines: list[dict[str, Any]]) -> None:
         mean = {m: sum(line[m] for line in lines) / len(lines) for m in ("train_loss", "test_top1")} if lines else {}
         note = f"loss {mean['train_loss']:.4f}  test {100 * mean['test_top1']:.2f} %" if mean else "no seed left"
-        if self.bar is not None:
-            self.bar.update(self.task, completed=number, note=note)
-        else:
+        self.move(number, note)
+        if self.bar is None:
             seconds = lines[0]["seconds"] if lines else 0.0
             print(f"epoch {number}/{self.total}  {note}  {seconds:.2f} s", file=sys.stderr, flush=True)
+
+
+app.command(help=SEARCH_HELP)(search)
 
 
 @app.command()

@@ -96,7 +96,7 @@ def configure(task: str, algorithm: str, **changes: Any) -> Config:
     except ModelError as error:
         raise ConfigError(str(error)) from None
     config = Config(dataset, model, algorithm, hyper, pcx.models.get(model).Options())
-    tuned = accuracy.SETTINGS.get((model, dataset, algorithm))
+    tuned = accuracy.settings(model, dataset, algorithm)
     nearest = tuned or accuracy.SETTINGS.get((model, "mnist", algorithm), {})
     config = set_values(config, nearest if tuned else nearest | SMALL.get(dataset, {}))
     return set_values(config, changes)
