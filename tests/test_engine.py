@@ -15,6 +15,7 @@ import pcx.algorithms
 import pcx.data
 from pcx.bench import configure, modes
 from pcx.bench import engine as engine_module
+from pcx.bench.config import ConfigError
 from pcx.bench.engine import MODES, Engine
 from pcx.data import DataSet, Split, augment, split_validation
 from pcx.nn import keys
@@ -155,13 +156,26 @@ def test_a_sequential_map_equals_vmap():
         assert_metrics(map_metrics, i, metrics, i)
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_all_modes_give_the_same_numbers(mode):
+@pytest.mark.parametrize("mode", [*MODES[1:], "stream"])
+def test_all_modes_give_the_same_numbers(mode, monkeypatch):
+    monkeypatch.setattr(engine_module, "CHUNK", 4)  # two chunks, the last one shorter
     _, _, scanned, _, scan_metrics = trained("float64", "scan", (3, 7))
     _, _, other, _, metrics = trained("float64", mode, (3, 7))
     assert difference(scanned, other) <= 1e-9
     for i in range(2):
         assert_metrics(metrics, i, scan_metrics, i)
+
+
+def test_a_streaming_engine_keeps_one_batch_on_the_device(monkeypatch):
+    """A data set larger than the room on the device is streamed, and the log says so."""
+    monkeypatch.setenv("PCX_DEVICE_BYTES", "1000")
+    mode, why = modes.choose_mode(config(), DIGITS, [0])
+    assert (mode, "1,000" in why) == ("stream", True)
+    engine = Engine(config(), DIGITS, [0], mode)
+    assert len(engine.arrays[0]) == engine.config.batch < len(engine.host[0])
+    monkeypatch.setenv("PCX_DEVICE_BYTES", "much")
+    with pytest.raises(ConfigError, match="PCX_DEVICE_BYTES is 'much'"):
+        modes.choose_mode(config(), DIGITS, [0])
 
 
 @pytest.mark.parametrize(("dtype", "members"), [("float32", (1,)), ("float64", (0, 1))])
@@ -429,9 +443,17 @@ def test_a_measurement_returns_seconds_per_step(single, monkeypatch):
 
 
 def test_an_accelerator_runs_an_epoch_as_one_program(monkeypatch):
+    """Where the images fit into half of its memory; else they are streamed."""
+
     class Device:
         platform, device_kind = "gpu", "Some GPU"
 
+        def memory_stats(self):
+            return {"bytes_limit": limit}
+
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     monkeypatch.setattr(modes, "_measure", lambda *_: pytest.fail("measured"))
+    limit = 2 * DIGITS.train.images.nbytes
     assert modes.choose_mode(config(), DIGITS, [0]) == ("scan", "an epoch is one program on Some GPU")
+    limit -= 2
+    assert modes.choose_mode(config(), DIGITS, [0])[0] == "stream"

@@ -2,7 +2,8 @@
 
 A population is several members (seeds, or settings) that train side by side: an axis that is mapped (``vmap``, one batched
 program) or looped over (``map``). The data set lies on the device as uint8; shuffling, gathering and augmentation are part of
-the program. Three ways to run an epoch are known (`MODES`); `choose_mode` measures once which is fastest here.
+the program. Three ways to run an epoch are known (`MODES`); `choose_mode` measures once which is fastest here. A data set that
+is too large for the device stays on the host (mode ``stream``), which sends the batches of some steps at a time.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from pcx.data import DataSet, Split, augment, split_validation
 MODES = ("scan", "host", "host_unrolled")
 PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16"}
 EVALUATION_BATCH = 500
+CHUNK = 16  # steps whose batches a streaming host sends at once
 
 
 class Health(NamedTuple):
@@ -93,7 +95,9 @@ class Engine:
             self._check_sweep(name, values)
             swept = jnp.asarray(values, jnp.result_type(float))
             self.floats = dataclasses.replace(self.floats, **{name: swept})
-        self.arrays = jax.device_put((np.asarray(held[0].images), np.asarray(held[0].labels)))
+        self.host = (np.asarray(held[0].images), np.asarray(held[0].labels))
+        here = slice(config.batch) if mode == "stream" else slice(None)  # the first batch shows the shapes
+        self.arrays = jax.device_put(tuple(array[here] for array in self.host))
         self.evaluation = {name: _padded(split) for name, split in self.splits.items() if split is not None}
         sample = jax.eval_shape(self.pipeline.test, jax.ShapeDtypeStruct((1, *held[0].images.shape[1:]), held[0].images.dtype))
         self.shape = tuple(sample.shape[1:])
@@ -163,6 +167,16 @@ class Engine:
         (state, _), rows = jax.lax.scan(body, (state, health.alive), jnp.arange(self.steps))
         return state, *self._summarise(health, rows, epoch)
 
+    def _chunk_member(self, carry: Any, floats: Any, key: Key, images: Array, labels: Array, epoch: Array, first: Array) -> Any:
+        """Some steps on batches that the host has gathered; the same numbers as in a scan over the whole epoch."""
+        rows = jnp.arange(self.config.batch)
+
+        def body(carry: Any, part: Any) -> Any:
+            step, *arrays = part
+            return self._step_member(carry, floats, key, tuple(arrays), rows, epoch, step)
+
+        return jax.lax.scan(body, carry, (first + jnp.arange(len(images)), images, labels))
+
     def _summarise(self, health: Health, rows: Array, epoch: Array) -> tuple[Health, Sums]:
         """The health of a member after an epoch, and its sums over the steps before anything went wrong."""
         wrong = self._wrong(rows)
@@ -200,6 +214,7 @@ class Engine:
             lambda carry, floats, key, rows, *shared: self._step_member(carry, floats, key, shared[0], rows, *shared[1:]), 3
         )
         self._step = jax.jit(step, donate_argnums=0)
+        self._chunk = jax.jit(self._mapped(self._chunk_member, 2), donate_argnums=0)
         self._summary = jax.jit(self._mapped(self._summarise, 1))
         self._order = jax.jit(
             self._mapped(
@@ -236,13 +251,10 @@ class Engine:
             states, health, sums = self._run("epoch", self._epoch, population, self.floats, self.keys, self.arrays, at)
         else:
             order = self._run("order", self._order, self.keys, at)
-            carry, rows = (population.states, jnp.copy(population.health.alive)), []
-            for i in range(self.steps):
-                shared = (self.arrays, at, jnp.asarray(i, jnp.int32))
-                carry, row = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
-                rows.append(row)
+            carry = (population.states, jnp.copy(population.health.alive))
+            carry, rows = (self._streamed if self.mode == "stream" else self._stepped)(carry, order, at)
             states = carry[0]
-            health, sums = self._run(f"summary {self.steps}", self._summary, population.health, jnp.stack(rows, axis=1), at)
+            health, sums = self._run(f"summary {self.steps}", self._summary, population.health, rows, at)
         sums = jax.device_get(sums)
         self.timing.train = time.perf_counter() - start - (self.timing.compile - before)
         lived = np.maximum(sums.steps, 1)
@@ -253,6 +265,27 @@ class Engine:
             "train_energies": sums.energies / lived[:, None],
         }
         return Population(states, health), metrics
+
+    def _stepped(self, carry: Any, order: Array, epoch: Array) -> tuple[Any, Array]:
+        """An epoch step by step, and its rows."""
+        rows = []
+        for i in range(self.steps):
+            shared = (self.arrays, epoch, jnp.asarray(i, jnp.int32))
+            carry, row = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
+            rows.append(row)
+        return carry, jnp.stack(rows, axis=1)
+
+    def _streamed(self, carry: Any, order: Array, epoch: Array) -> tuple[Any, Array]:
+        """An epoch in chunks of steps, and its rows; the host gathers a chunk while the device works on the last."""
+        places, rows = np.asarray(order), []
+        for first in range(0, self.steps, CHUNK):
+            part = places[:, first : min(first + CHUNK, self.steps)]
+            batches = jax.device_put(tuple(array[part] for array in self.host))
+            shared = (epoch, jnp.asarray(first, jnp.int32))
+            name = f"chunk {part.shape[1]}"
+            carry, some = self._run(name, self._chunk, carry, self.floats, self.keys, *batches, *shared)
+            rows.append(some)
+        return carry, jnp.concatenate(rows, axis=1)
 
     def _evaluate_member(self, state: State, batches: Any) -> Any:
         images, labels, mask = batches

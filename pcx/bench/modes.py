@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from pcx.bench.config import Config
+from pcx.bench.config import Config, ConfigError
 from pcx.bench.engine import MODES, Engine
 from pcx.data import DataSet
 from pcx.data.store import platform_cache
@@ -29,9 +29,24 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def device_bytes() -> int | None:
+    """How large a data set may be that is kept on the device: ``$PCX_DEVICE_BYTES``, else half of an accelerator's memory."""
+    given = os.environ.get("PCX_DEVICE_BYTES")
+    if given:
+        try:
+            return int(given)
+        except ValueError:
+            raise ConfigError(f"PCX_DEVICE_BYTES is {given!r}; it is a number of bytes.") from None
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else limit // 2
+
+
 def choose_mode(config: Config, data: DataSet, seeds: list[int]) -> tuple[str, str]:
-    """The mode to use, and a sentence for the log that says why. On an accelerator an epoch is always one program."""
+    """The mode to use, and a sentence for the log that says why. On an accelerator an epoch is one program if the data fit."""
     device = jax.devices()[0]
+    room, size = device_bytes(), 0 if data.train is None else data.train.images.nbytes
+    if room is not None and size > room:
+        return "stream", f"the training images have {size:,} bytes, of which the device gets a part at a time (room: {room:,})"
     if device.platform != "cpu":
         return "scan", f"an epoch is one program on {device.device_kind}"
     facts = config.as_dict()
