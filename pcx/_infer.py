@@ -231,12 +231,12 @@ class _Task:
         _check_state(optimiser, start, state)
         lazy = ZeroAware(optimiser, start)
         plan = self.plan(lazy, state is None and tolerance is None, at_prediction, steps)
+        if self.program is not None and self.shortcuts.anchor and products.worthwhile(self.dtype):
+            self.anchor = self.program.anchor(self.start.values)
         if tolerance is None and record is None:
             stacked = self.solve_stacked(lazy, state, plan, steps, unroll)
             if stacked is not None:
                 return stacked
-        if self.program is not None and self.shortcuts.anchor and products.worthwhile(self.dtype):
-            self.anchor = self.program.anchor(self.start.values)
 
         def note(step: Any, free: Nodes[Array]) -> Any:
             return None if record is None else record(step, self.values(free), self.energy_of(free, step, self.factors))
@@ -291,8 +291,8 @@ class _Task:
         if self.program is None or not self.stacks:
             return None
         whole = [name for name in plan[-1][1] if name not in self.fixed and name in plan[-1][0]]
-        fixed = {name: value for name, value in self.start.values.items() if name not in self.free}
-        energy = BlockEnergy.of(self.program, self.stacks, self.free, whole, self.factors_of(plan[-1][0], 0), fixed)
+        model = (self.program, self.stacks, self.free, whole, self.factors_of(plan[-1][0], 0))
+        energy = BlockEnergy.of(*model, self.start.values, self.anchor)
         optimiser = None if energy is None else BlockOptimiser(lazy, energy.blocks)
         if energy is None or optimiser is None or not optimiser.fits:
             return None
@@ -301,12 +301,12 @@ class _Task:
             packed, state = carry
             gradients = jax.grad(energy)(packed, self.factors_of(active, step), self.constants)
             lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
-            updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, packed)
+            updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, energy.values(packed))
             moved = self.moved(packed.lone, updates.lone)
             return Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state
 
         fresh = lazy.full_state(lazy.init()) if state is None else state
-        carry = (energy.blocks.pack(self.start.values), optimiser.init(fresh))
+        carry = (energy.blocks.pack(self.first()), optimiser.init(fresh))
         free, parts, active = repeat(body, carry, [names for names, _ in plan], steps, unroll)
         return self.inferred(energy.blocks.unpack(free), optimiser.full_state(parts), steps, frozenset(active), None)
 

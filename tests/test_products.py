@@ -139,6 +139,26 @@ def test_errors_below_the_rounding_of_a_value_survive(precision):
     assert wrong(values - np.asarray(found["plain"].inferred.forward.values["vodes.0"], np.float64), first) > 0.1
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("init", ["forward", "zeros"])
+def test_stacked_layers_are_anchored_too(init, precision):
+    """Equal layers in one array have the displacements of lone ones, to a rounding of float32 relative to each node's own."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([4] * 9 + [2]))
+    x, y = (a.astype(jnp.float32) for a in batch(4, 2, size=3))
+    options = {"init": init, "steps": 12, "optimiser": optax.sgd(0.05, momentum=0.5)}
+    stacked, lone = (
+        settle(model, x, {"vodes.8": y}, precision, shortcuts=pcx.Shortcuts(stack=s), **options) for s in (True, False)
+    )
+    for name, by in lone.displaced.by.items():
+        size = float(jnp.linalg.norm(by))
+        rounding = 1e-2 if precision == "bfloat16" else 1e-4
+        assert float(jnp.linalg.norm(stacked.displaced.by[name] - by)) <= rounding * size, name
+    exact = settle(Chain([4] * 9 + [2]), x.astype(jnp.float64), {"vodes.8": y.astype(jnp.float64)}, **options)
+    first = exact.values["vodes.0"] - exact.forward.values["vodes.0"]
+    wrong = float(jnp.linalg.norm(stacked.displaced.by["vodes.0"] - first) / jnp.linalg.norm(first))
+    assert wrong < 0.05
+
+
 def test_bfloat16_rounds_the_displacement_only():
     """``u = W h₀ + (bf16(W) bf16(d))`` for a linear layer, where d is the displacement of its input: by hand, bit by bit."""
     model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 4, 2], activation=lambda u: u, bias=False))

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from pcx._free_energy import run
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
-from pcx.shortcuts.products import Anchor, Product, interpret
+from pcx.shortcuts.products import Anchor, Product, interpret, products_in
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3  # equal pieces
@@ -92,6 +92,11 @@ class Program:
             for group in self.groups
         ]
 
+    def stacked_anchor(self, group: list[str], anchor: Anchor) -> list[Any]:
+        """For every product in the piece of a group's members: what the anchor knows of it, stacked."""
+        known = [[anchor.known[eqn.outvars[0],] for eqn in products_in(self.pieces[name])] for name in group]
+        return [jax.tree.map(lambda *parts: jnp.stack(parts), *column) for column in zip(*known, strict=True)]
+
     def predict(
         self,
         values: Mapping[str, Array],
@@ -140,26 +145,40 @@ class Program:
         members: list[str],
         weights: Sequence[Array | None],
         rows: Callable[[list[Any]], Array],
+        bases: list[Any] | None = None,
+        away: Callable[[list[Any]], Array] | None = None,
     ) -> Array:
-        """The predictions of the members of a group in one array; ``rows`` puts the values of nodes, and arrays, into one."""
+        """The predictions of the members of a group in one array; ``rows`` puts the values of nodes, and arrays, into one.
+
+        With ``bases`` (from `stacked_anchor`) products are anchored; ``away`` then puts displacements into one array.
+        """
         first, known = members[0], self._known({}, None)
         places = [group.index(name) for name in members]
         whole = places == list(range(len(group)))
         pick = slice(places[0], places[-1] + 1) if places == list(range(places[0], places[-1] + 1)) else jnp.array(places)
         names = {var: name for name, var in self.inputs.items()}
-        operands, axes = [], []
+        operands, axes, moves = [], [], []
         for column, stack in zip(zip(*(self.free_variables[name] for name in members), strict=True), weights, strict=True):
             same = len(set(column)) == 1
             parts = [names[var] if var in names else known[var] for var in column]
             chosen = stack if stack is None or whole else stack[pick]
             operands.append(chosen if chosen is not None else rows(parts[:1])[0] if same else rows(parts))
             axes.append(None if same and stack is None else 0)
+            moving = away is not None and all(var in names for var in column)
+            moves.append(None if away is None or not moving else away(parts[:1])[0] if same else away(parts))
+        piece, variables, output = self.pieces[first], self.free_variables[first], self.outputs[first]
 
-        def one(*operands: Array) -> Array:
-            own = dict(zip(self.free_variables[first], operands, strict=True))
-            return evaluate(self.jaxpr, self.pieces[first], own, [self.outputs[first]])[0]
+        def one(operands: Sequence[Array], moves: Sequence[Array | None], bases: list[Any] | None) -> Array:
+            own = dict(zip(variables, operands, strict=True))
+            if bases is None:
+                return evaluate(self.jaxpr, piece, own, [output])[0]
+            anchor = Anchor({(eqn.outvars[0],): base for eqn, base in zip(products_in(piece), bases, strict=True)})
+            by = {var: move for var, move in zip(variables, moves, strict=True) if move is not None}
+            return interpret(self.jaxpr, piece, own, [output], anchor.product, by)[0]
 
-        return jax.vmap(one, in_axes=tuple(axes))(*operands)
+        own_bases = bases if whole or bases is None else jax.tree.map(lambda base: base[pick], bases)
+        own_axes = [axis if move is not None else None for axis, move in zip(axes, moves, strict=True)]
+        return jax.vmap(one, in_axes=(axes, own_axes, None if bases is None else 0))(operands, moves, own_bases)
 
 
 def signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], outputs: Sequence[Any]) -> str:

@@ -48,6 +48,11 @@ def low(array: Array) -> Array:
     return array.astype(jnp.bfloat16) if precision() == "bfloat16" else array
 
 
+def products_in(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations that are products."""
+    return [eqn for eqn in eqns if eqn.primitive.name in PRODUCTS]
+
+
 def interpret(
     jaxpr: Jaxpr,
     eqns: Sequence[JaxprEqn],
@@ -100,8 +105,8 @@ class Anchor:
     What does not move (the weights) is rounded once, by `record`.
     """
 
-    def __init__(self) -> None:
-        self.known: dict[Any, tuple[list[Array], list[Array], Array]] = {}
+    def __init__(self, known: Mapping[Any, tuple[list[Array], list[Array], Array]] | None = None):
+        self.known = dict(known or {})
 
     def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at the start, remembered."""

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor, factor_energies
 from pcx._jaxpr import cut, evaluate, free_variables, reach
-from pcx._types import Nodes
+from pcx._types import Displaced, Nodes
 from pcx.shortcuts.plan import SMALLEST_STACK, WRITTEN_OUT, Program, ZeroAware, signature
+from pcx.shortcuts.products import Anchor
 
 
 class Packed(NamedTuple):
@@ -68,10 +69,14 @@ class Blocks:
 
 
 class BlockEnergy:
-    """The sum of all active energies as a function of packed values."""
+    """The sum of all active energies as a function of packed values, or, with an anchor, of packed displacements."""
 
-    def __init__(self, program: Program, weights: Any, blocks: Blocks, fixed: Mapping[str, Array]):
-        self.program, self.weights, self.blocks, self.fixed = program, weights, blocks, fixed
+    def __init__(self, program: Program, weights: Any, blocks: Blocks, start: Nodes[Array], anchor: Anchor | None):
+        self.program, self.weights, self.blocks, self.anchor = program, weights, blocks, anchor
+        self.fixed = {name: value for name, value in start.items() if name not in blocks.free}
+        self.still = {name: jnp.zeros_like(value) for name, value in self.fixed.items()}
+        self.start = blocks.pack(start)
+        self.bases = [None if anchor is None else program.stacked_anchor(group, anchor) for group in program.groups]
 
     @staticmethod
     def of(
@@ -80,36 +85,62 @@ class BlockEnergy:
         free: Sequence[str],
         whole: Sequence[str],
         factors: Mapping[str, Factor],
-        fixed: Mapping[str, Array],
+        start: Nodes[Array],
+        anchor: Anchor | None,
     ) -> "BlockEnergy | None":
         """With blocks of the nodes that are free as a ``whole`` and have equal predictions and energies, if there are any."""
         groups = [[name for name in group if name in whole] for group in program.groups]
         groups = [group for group in groups if len(group) >= SMALLEST_STACK and alike([factors[name] for name in group])]
-        return BlockEnergy(program, weights, Blocks(groups, free), fixed) if groups else None
+        return BlockEnergy(program, weights, Blocks(groups, free), start, anchor) if groups else None
+
+    def values(self, packed: Packed) -> Packed:
+        """The values themselves."""
+        return packed if self.anchor is None else jax.tree.map(jnp.add, self.start, packed)
 
     def __call__(self, packed: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]) -> Array:
-        total, done = jnp.zeros((), jnp.result_type(*packed.blocks)), set[str]()
-        for group, weights in zip(self.program.groups, self.weights, strict=True):
+        total, done, values = jnp.zeros((), jnp.result_type(*packed.blocks)), set[str](), self.values(packed)
+
+        def rows(items: Sequence[Any]) -> Array:
+            return self.blocks.rows(values, self.fixed, items)
+
+        def away(items: Sequence[Any]) -> Array:
+            return self.blocks.rows(packed, self.still, items)
+
+        for group, weights, bases in zip(self.program.groups, self.weights, self.bases, strict=True):
             members = [name for name in group if name in factors and name not in constants]
             if len(members) < SMALLEST_STACK or not alike([factors[name] for name in members]):
                 continue
-            u = self.program.predict_rows(group, members, weights, lambda names: self.blocks.rows(packed, self.fixed, names))
-            h = self.blocks.rows(packed, self.fixed, members)
+            u = self.program.predict_rows(group, members, weights, rows, bases, None if bases is None else away)
             energy, precision = factors[members[0]]
+            if self.anchor is not None and getattr(energy, "difference", False):
+                h, u = away(members), u - self.blocks.rows(self.start, self.fixed, members)
+            else:
+                h = rows(members)
 
             def one(h: Array, u: Array, energy: Any = energy, precision: Any = precision, name: str = members[0]) -> Array:
                 return weighted(energy, h, u, precision=precision, name=name)
 
             total += jnp.sum(jax.vmap(jax.vmap(one))(h, u))
             done.update(members)
-        rest = [name for name in factors if name not in done]
-        read = set(rest).union(*(self.program.parents[name] for name in rest))
-        values = {name: self.fixed[name] if name in self.fixed else self.blocks.one(packed, name) for name in read}
-        moving = [name for name in rest if name not in constants]
-        predictions = self.program.predict(values, moving) | constants.only(rest)
-        for part in factor_energies({name: factors[name] for name in rest}, values, predictions).values():
+        for part in self.lone(packed, values, {n: f for n, f in factors.items() if n not in done}, constants).values():
             total += jnp.sum(part)
         return total
+
+    def lone(
+        self, packed: Packed, values: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]
+    ) -> Nodes[Float[Array, " batch"]]:
+        """The energies of the nodes that are not predicted as one."""
+        read = set(factors).union(*(self.program.parents[name] for name in factors))
+        known, start, by = (
+            Nodes({name: fixed[name] if name in fixed else self.blocks.one(part, name) for name in read})
+            for part, fixed in ((values, self.fixed), (self.start, self.fixed), (packed, self.still))
+        )
+        moving = [name for name in factors if name not in constants]
+        if self.anchor is None:
+            return factor_energies(factors, known, self.program.predict(known, moving) | constants.only(factors))
+        moved = {name: by[name] for name in read if name not in self.fixed}
+        found = self.program.predict(known, moving, product=self.anchor.product, moved=moved)
+        return factor_energies(factors, Displaced(start, by), found | constants.only(factors))
 
 
 def alike(factors: Sequence[Factor]) -> bool:
