@@ -174,7 +174,7 @@ def run(
             progress.training, progress.best, progress.since = extra["training"], extra["best"], extra["since"]
             report(f"going on with {path} after epoch {start}")
         lines = folder.lines(last_epoch=start)
-        with _Interrupt(report) as interrupt:
+        with Interrupt(report) as interrupt:
             saved = time.monotonic()
             for epoch, population, new in epochs(engine, population, start, progress):  # noqa: B020
                 folder.append(new)
@@ -210,7 +210,7 @@ def plot_curves(lines: list[dict[str, Any]], config: Config, path: Path) -> None
     curves(lines, config, path)
 
 
-class _Interrupt:
+class Interrupt:
     """Ctrl-C lets the epoch finish; a second one stops at once, and loses what is newer than the checkpoint."""
 
     def __init__(self, report: Report):
@@ -223,7 +223,7 @@ class _Interrupt:
         self.wanted = True
         self.report("stopping after this epoch; press Ctrl-C again to stop at once")
 
-    def __enter__(self) -> "_Interrupt":
+    def __enter__(self) -> "Interrupt":
         try:
             self.before = signal.signal(signal.SIGINT, self._handle)
         except ValueError:  # not in the main thread: Ctrl-C is somebody else's
