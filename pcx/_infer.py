@@ -138,6 +138,8 @@ class _Task:
             settled = [n for n, its in self.program.parents.items() if not its & set(self.free)]
             self.constants = start.predictions.only(settled if shortcuts.constant else ())
             self.stacks = self.program.stacked_weights() if shortcuts.stack else None
+            if shortcuts.anchor and products.worthwhile(self.dtype):
+                self.anchor = self.program.anchor(start.values)
 
     def first(self) -> Nodes[Array]:
         """The state of the loop: the values of the free nodes, or, with an anchor, how far they are from their start."""
@@ -231,8 +233,6 @@ class _Task:
         _check_state(optimiser, start, state)
         lazy = ZeroAware(optimiser, start)
         plan = self.plan(lazy, state is None and tolerance is None, at_prediction, steps)
-        if self.program is not None and self.shortcuts.anchor and products.worthwhile(self.dtype):
-            self.anchor = self.program.anchor(self.start.values)
         if tolerance is None and record is None:
             stacked = self.solve_stacked(lazy, state, plan, steps, unroll)
             if stacked is not None:

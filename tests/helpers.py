@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
 
 import pcx
 import pcx.nn as pxnn
@@ -74,3 +77,23 @@ def largest_difference(a: Any, b: Any) -> float:
     """The largest absolute difference between two trees of arrays."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.max(jnp.abs(x - y))) for x, y in pairs)
+
+
+def go_to_an_empty_place(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Work in a folder without data, records and caches, for a terminal of 160 columns."""
+    monkeypatch.chdir(folder)
+    for name in ("PCX_CACHE", "PCX_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(folder / name.lower()))
+    monkeypatch.delenv("PCX_RESULTS", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def run_command(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `pcx …`; an exception that is not an exit is raised."""
+    from pcx.bench import cli
+
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from helpers import go_to_an_empty_place, run_command
 
 import pcx.data
 from pcx.bench import cli, runs
@@ -23,20 +23,7 @@ TIMING_COLUMNS = "dataset,model,algorithm,precision,median,std,ratio,paper,pcx,j
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     """An empty place without data, records and caches."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("PCX_CACHE", "PCX_DATA", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.delenv("PCX_RESULTS", raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "dumb")
-
-
-def pcx_(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command; an exception that is not an exit is raised."""
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    go_to_an_empty_place(monkeypatch, tmp_path)
 
 
 SUMMARY = {
@@ -80,7 +67,7 @@ def started(monkeypatch):
     ],
 )  # fmt: skip
 def test_help_has_examples(command, parts):
-    code, out, _ = pcx_(*command)
+    code, out, _ = run_command(*command)
     assert code == 0
     flat = re.sub(r"\s+", " ", out)
     for part in parts:
@@ -141,7 +128,7 @@ def test_bad_input_is_one_sentence_and_exit_code_two(monkeypatch, arguments, par
 
     monkeypatch.setattr(runs, "run", run)
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
-    code, out, err = pcx_("run", *arguments)
+    code, out, err = run_command("run", *arguments)
     assert code == 2
     assert out == ""
     told = [line for line in err.splitlines() if line.strip()]
@@ -152,14 +139,14 @@ def test_bad_input_is_one_sentence_and_exit_code_two(monkeypatch, arguments, par
 
 
 def test_nothing_is_left_behind_by_a_refusal(tmp_path):
-    assert pcx_("run", "digits/mlp", "-a", "pc_se", "--set", "T=x")[0] == 2
+    assert run_command("run", "digits/mlp", "-a", "pc_se", "--set", "T=x")[0] == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     (tmp_path / "taken").write_text("mine")
-    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "taken")
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "taken")
     assert code == 2
     assert err.startswith("error: ")
     assert "taken" in err
@@ -170,7 +157,7 @@ def test_an_unreadable_run_folder_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"config": {"da')
-    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "run")
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "run")
     assert code == 2
     assert len(err.splitlines()) == 1
     assert "config.json" in err
@@ -192,14 +179,16 @@ def test_an_unreadable_run_folder_is_one_sentence(monkeypatch, tmp_path):
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_settings_may_be_written_in_several_ways(started, arguments, first):
     rest = ["--algorithm", "pc_se", "--seeds", "2", "--out", "here"]
-    assert pcx_("run", "digits/mlp", *(arguments + rest if first else rest + arguments))[0] == 0
+    assert run_command("run", "digits/mlp", *(arguments + rest if first else rest + arguments))[0] == 0
     (call,) = started
     assert (call["config"].hyper.T, call["config"].hyper.lr_h, call["config"].options.width) == (3, 0.5, 16)
     assert (call["seeds"], call["path"], call["quick"], call["data"]) == ([0, 1], Path("here"), False, "digits")
 
 
 def test_options_reach_the_config_and_a_result_is_printed(started):
-    code, out, _ = pcx_("run", "digits/mlp", "-a", "ipc", "--epochs", "7", "--precision", "bf16", "--set", "population=map")
+    code, out, _ = run_command(
+        "run", "digits/mlp", "-a", "ipc", "--epochs", "7", "--precision", "bf16", "--set", "population=map"
+    )
     (call,) = started
     config = call["config"]
     assert (config.algorithm, config.epochs, config.precision, config.population) == ("ipc", 7, "bf16", "map")
@@ -210,9 +199,9 @@ def test_options_reach_the_config_and_a_result_is_printed(started):
 
 
 def test_quick_is_two_epochs_on_two_thousand_images_and_marked(started):
-    pcx_("run", "digits/mlp", "-a", "bp_se", "--quick")
-    pcx_("run", "digits/mlp", "-a", "bp_se", "--quick", "--epochs", "3", "--set", "train_limit=100")
-    pcx_("run", "digits/mlp", "-a", "bp_se")
+    run_command("run", "digits/mlp", "-a", "bp_se", "--quick")
+    run_command("run", "digits/mlp", "-a", "bp_se", "--quick", "--epochs", "3", "--set", "train_limit=100")
+    run_command("run", "digits/mlp", "-a", "bp_se")
     first, second, third = started
     assert (first["quick"], first["config"].epochs, first["config"].train_limit) == (True, 2, 2000)
     assert (second["quick"], second["config"].epochs, second["config"].train_limit) == (True, 3, 100)
@@ -223,10 +212,10 @@ def test_quick_is_two_epochs_on_two_thousand_images_and_marked(started):
 def test_every_seed_diverged_is_a_failure(monkeypatch):
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", lambda *_, **__: SUMMARY | {"diverged": [0, 1]})
-    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--seeds", "2")
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "2")
     assert code == 2
     assert "every seed diverged" in err
-    assert pcx_("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
+    assert run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
 
 
 def test_an_interrupt_before_the_first_epoch_says_what_to_do(monkeypatch):
@@ -235,7 +224,7 @@ def test_an_interrupt_before_the_first_epoch_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", interrupted)
-    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se", "--out", "here")
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "here")
     assert code == 130
     assert "the same command goes on" in err
     assert "here" in err
@@ -247,7 +236,7 @@ def test_a_run_error_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", refuse)
-    code, _, err = pcx_("run", "digits/mlp", "-a", "bp_se")
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se")
     assert (code, err) == (2, "error: here is in use by process 7; wait for it, or choose another --out.\n")
 
 
@@ -275,7 +264,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
 
 
 def test_missing_data_is_one_sentence_with_the_remedy(tmp_path):
-    code, out, err = pcx_("run", "mnist/mlp", "-a", "pc_se", "--epochs", "1")
+    code, out, err = run_command("run", "mnist/mlp", "-a", "pc_se", "--epochs", "1")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     for part in ("mnist is not here", str(tmp_path / "pcx_data" / "mnist"), "pcx data get mnist"):
@@ -353,7 +342,7 @@ def write(*records: Any, path: str = "results/records.jsonl") -> None:
 
 
 def table(name: str = "accuracy", *arguments: str) -> list[dict[str, str]]:
-    code, out, err = pcx_("table", name, "--format", "csv", *arguments)
+    code, out, err = run_command("table", name, "--format", "csv", *arguments)
     assert code == 0, err
     assert out.splitlines()[0] == (TIMING_COLUMNS if name == "timing" else COLUMNS)
     return list(csv.DictReader(io.StringIO(out)))
@@ -422,9 +411,9 @@ def test_the_file_of_records_can_be_chosen(monkeypatch):
 
 def test_text_and_markdown_say_the_same():
     write(made(final=[0.97, 0.98, 0.99], best=[0.975, 0.995, 0.991]))
-    code, text, _ = pcx_("table", "accuracy")
+    code, text, _ = run_command("table", "accuracy")
     assert code == 0
-    code, marked, _ = pcx_("table", "accuracy", "--format", "markdown")
+    code, marked, _ = run_command("table", "accuracy", "--format", "markdown")
     assert code == 0
     cells = ["mnist", "mlp", "pc_se", "top1", "98.26", "98.00 ± 0.82", "98.70", "3"]
     (plain,) = [line for line in text.splitlines() if re.match(r"mnist +mlp +pc_se ", line)]
@@ -451,7 +440,7 @@ def test_the_other_tables(name, count, wanted, paper):
     assert len(rows) == count
     assert cell(rows, **wanted)["paper"] == paper
     for format_ in ("text", "markdown"):
-        assert pcx_("table", name, "-f", format_)[0] == 0
+        assert run_command("table", name, "-f", format_)[0] == 0
 
 
 def test_timing_is_that_of_the_speed_file():
@@ -467,7 +456,7 @@ def test_timing_is_that_of_the_speed_file():
 @pytest.mark.parametrize("broken", ['{"config": {"da', "{}", "3", '{"quick": false}'])
 def test_a_line_that_is_not_a_record_is_named(broken):
     write(made(final=[0.9], best=[0.9]), broken)
-    code, out, err = pcx_("table", "accuracy")
+    code, out, err = run_command("table", "accuracy")
     assert (code, out) == (2, "")
     assert re.match(r"error: line 2 of results/records\.jsonl is not a record", err)
 
@@ -480,13 +469,13 @@ def test_every_precision_is_a_row_with_its_ratio_to_bp():
     assert cell(rows, algorithm="pc_se", precision="bf16")["ratio"] == ""  # no BP in this precision
     backpropagation = cell(rows, algorithm="bp_se", precision="tf32")
     assert [backpropagation[name] for name in ("ratio", "paper", "pcx", "jpc", "song")] == ["", "1.82", "0.45", "", ""]
-    code, text, _ = pcx_("table", "timing")
+    code, text, _ = run_command("table", "timing")
     assert code == 0
     (line,) = [line for line in text.splitlines() if re.match(r"fashionmnist +mlp +pc_se +tf32", line)]
     wanted = ["fashionmnist", "mlp", "pc_se", "tf32", "0.600 ± 0.125"]
     wanted += ["3.00", "1.94", "0.577", "0.603", "5.65", "random", "H200"]
     assert re.split(r" {2,}", line) == wanted
-    assert "| " + " | ".join(wanted) + " |" in pcx_("table", "timing", "-f", "markdown")[1].splitlines()
+    assert "| " + " | ".join(wanted) + " |" in run_command("table", "timing", "-f", "markdown")[1].splitlines()
 
 
 def test_the_newest_of_an_accelerator_is_shown():
@@ -507,17 +496,17 @@ def test_the_newest_of_an_accelerator_is_shown():
 @pytest.mark.parametrize("broken", ['{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'])
 def test_a_line_that_is_not_a_timing_is_named(broken):
     write(timed(0.5), broken, path="results/speed.jsonl")
-    code, out, err = pcx_("table", "timing")
+    code, out, err = run_command("table", "timing")
     assert (code, out) == (2, "")
     assert re.match(r"error: line 2 of results/speed\.jsonl is not a record", err)
 
 
 def test_unknown_tables_and_formats_are_refused():
-    code, _, err = pcx_("table", "acuracy")
+    code, _, err = run_command("table", "acuracy")
     assert code == 2
     for name in ("accuracy", "generative", "memory", "sampling", "timing"):
         assert name in err
-    code, _, err = pcx_("table", "accuracy", "--format", "html")
+    code, _, err = run_command("table", "accuracy", "--format", "html")
     assert code == 2
     assert "text, markdown, csv" in err
 
@@ -530,7 +519,7 @@ def test_a_whole_table_runs_what_can_run_here(started, monkeypatch):
     monkeypatch.setattr(pcx.data, "status", lambda: fake)
     monkeypatch.setattr(pcx.data, "load", lambda name: digits)
     write(made(final=[0.9], best=[0.9]), made("bp_se", final=[0.9], best=[0.9]))
-    code, out, _ = pcx_("run", "accuracy", "--epochs", "1")
+    code, out, _ = run_command("run", "accuracy", "--epochs", "1")
     assert code == 0
     assert "2 of 112 cells have a record; 6 can run here" in out
     assert {call["config"].task for call in started} == {"mnist/mlp"}

@@ -209,12 +209,12 @@ def test_which_products_are_in_bfloat16(algorithm):
     low = [kind for kind in kinds if kind == ("bfloat16", "bfloat16")]
     full = [kind for kind in kinds if kind == ("float32", "float32")]
     assert len(low) + len(full) == len(kinds)
-    if algorithm is bp:
-        assert not full
-        assert len(low) == 2 + 1 + 2  # forward, back through the second layer, two weight gradients
-    else:
-        assert low
-        assert full
+    # low and full. BP: forward, back through the second layer, two weight gradients.
+    # PC, T = 8: 8 errors sent back, 7 predictions at moved values, then 1 more and two weight gradients; the forward pass, and
+    # the two anchors (of inference and of learning) that the compiler finds equal to it.
+    # iPC: in the body of its loop the derivative for the hidden node and two weights; two predictions there, and the start.
+    expected = {bp: (2 + 1 + 2, 0), pc: (8 + 7 + 1 + 2, 2 + 2 + 2), ipc: (1 + 2, 2 + 2)}
+    assert (len(low), len(full)) == expected[algorithm]
 
 
 def test_no_product_more_in_the_compiled_program():
@@ -233,6 +233,26 @@ def test_no_product_more_in_the_compiled_program():
     # steps 0 to 5 need 0, 1, 2, 3, 3, 3 predictions from inputs that have moved (the first layer's does not), and
     # 1, 2, 3, 3, 3, 3 errors sent back; the forward pass has 4 products
     assert dots(program(pcx.ALL_SHORTCUTS)) == dots(program(PLAIN)) == 4 + (0 + 1 + 2 + 3 * 3) + (1 + 2 + 3 * 4)
+
+
+def test_no_product_more_in_a_compiled_training_step():
+    """The weight pass anchors its products at the same forward pass."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([3, 5, 6, 7, 2]))
+    x, y = (a.astype(jnp.float32) for a in batch(3, 2, size=3))
+    optimiser = optax.sgd(0.1)
+    options = {"state_optimiser": optax.sgd(0.1), "weight_optimiser": optimiser, "steps": 6}
+
+    def dots(shortcuts):
+        def step(x, y):
+            state = optimiser.init(pcx.weights(model))
+            done = pcx.train_step(model, x, {"vodes.3": y}, weight_state=state, shortcuts=shortcuts, **options)
+            return pcx.weights(done.model)
+
+        text = jax.jit(step).lower(x, y).compile({"xla_backend_optimization_level": 3}).as_text()
+        return sum(" dot(" in line or "__onednn$matmul" in line for line in text.splitlines())
+
+    # the products of inference (see above), then 3 predictions at the settled values and 4 weight gradients
+    assert dots(pcx.ALL_SHORTCUTS) == dots(PLAIN) == 31 + 3 + 4
 
 
 def test_products_inside_of_jit_are_found():

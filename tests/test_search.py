@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+from helpers import go_to_an_empty_place, run_command
 from optuna.trial import TrialState
-from typer.testing import CliRunner
 
 import pcx.algorithms
 import pcx.data
-from pcx.bench import cli, runs, search, search_report
+from pcx.bench import runs, search, search_report
 from pcx.bench.config import ConfigError, from_dict, parse_pairs
 from pcx.bench.configs import accuracy
 from pcx.bench.configs.spaces import extended, points, space_of
@@ -30,12 +30,7 @@ RATES = {"lr_theta": ("log", 1e-5, 1e-1)}
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     """An empty place, one way to run an epoch, and no test split: whoever evaluates on it fails."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("PCX_CACHE", "PCX_DATA", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.delenv("PCX_RESULTS", raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "dumb")
+    go_to_an_empty_place(monkeypatch, tmp_path)
     monkeypatch.setattr(search, "choose_mode", lambda *_: ("scan", "as one program"))
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     evaluate = Engine.evaluate
@@ -353,20 +348,13 @@ def test_importance_without_scikit_learn(tmp_path, monkeypatch, with_sklearn):
 # --- the command
 
 
-def pcx_(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 SMALL = ["--set", "train_limit=200", "width=16", "hidden=1", "batch=32", "T=2", "activation=gelu"]
 
 
 def test_command(tmp_path):
     """The folder holds all that is promised, and the printed command is that of the best settings."""
     arguments = ["search", "digits/mlp", "-a", "pc_se", "--epochs", "2", "--trials", "6", "--out", "found", *SMALL]
-    code, out, err = pcx_(*arguments)
+    code, out, err = run_command(*arguments)
     assert code == 0, err
     folder = Path("found")
     assert {path.name for path in folder.iterdir() if not path.name.endswith(".lock")} == {
@@ -383,7 +371,7 @@ def test_command(tmp_path):
     assert config.validation == 0
     assert config.options.width == 16
     assert sum(line.startswith("trial ") for line in err.splitlines()) == 6
-    code, out, err = pcx_(*arguments)
+    code, out, err = run_command(*arguments)
     assert code == 0
     assert "going on with found/study.log after 6 finished trials" in err
     assert command in out
@@ -391,7 +379,9 @@ def test_command(tmp_path):
 
 def test_best_settings_run(tmp_path, monkeypatch):
     """`pcx run` takes the printed command."""
-    code, out, _ = pcx_("search", "digits/mlp", "-a", "bp_se", "--trials", "1", "--epochs", "1", *SMALL[:-2], "activation=gelu")
+    code, out, _ = run_command(
+        "search", "digits/mlp", "-a", "bp_se", "--trials", "1", "--epochs", "1", *SMALL[:-2], "activation=gelu"
+    )
     assert code == 0
     (command,) = [line for line in out.splitlines() if line.startswith("pcx run")]
     started: list[Any] = []
@@ -399,14 +389,14 @@ def test_best_settings_run(tmp_path, monkeypatch):
     monkeypatch.setattr(
         runs, "run", lambda config, *_, **__: (started.append(config), summary | {"seconds_per_epoch": 1.0, "diverged": []})[1]
     )
-    assert pcx_(*command.split()[1:])[0] == 0
+    assert run_command(*command.split()[1:])[0] == 0
     assert started == [from_dict(json.loads(Path("runs/search-digits-mlp-bp_se/best.json").read_text())["config"])]
 
 
 def test_quick(tmp_path, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(search, "search", lambda plan, data, place, trials, **_: seen.append((plan, place, trials)) or (_ for _ in ()).throw(KeyboardInterrupt))  # fmt: skip  # noqa: E501
-    code, _, err = pcx_("search", "digits/mlp", "-a", "pc_se", "--quick")
+    code, _, err = run_command("search", "digits/mlp", "-a", "pc_se", "--quick")
     ((plan, place, trials),) = seen
     assert code == 130
     assert "the same command goes on" in err
@@ -417,7 +407,7 @@ def test_quick(tmp_path, monkeypatch):
 
 def test_nothing_completed(tmp_path):
     """All diverged: the table is there, one sentence says so."""
-    code, _, err = pcx_(
+    code, _, err = run_command(
         "search", "digits/mlp", "-a", "pc_se", "--trials", "1", "--epochs", "1", "--out", "o", "--set", "lr_h=1e9",
         "train_limit=200", "width=16", "batch=32", "T=8",
     )  # fmt: skip
@@ -452,7 +442,7 @@ def test_nothing_completed(tmp_path):
 )
 def test_bad_input(arguments, parts):
     """One sentence, exit 2."""
-    code, out, err = pcx_("search", *arguments)
+    code, out, err = run_command("search", *arguments)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: ")
     for part in parts:
@@ -461,13 +451,13 @@ def test_bad_input(arguments, parts):
 
 def test_optuna_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = pcx_("search", "digits/mlp", "-a", "pc_se")
+    code, _, err = run_command("search", "digits/mlp", "-a", "pc_se")
     assert code == 2
     assert err == 'error: pcx search needs Optuna; install it with: pip install "pcx[search]"\n'
 
 
 def test_help_has_examples():
-    code, out, _ = pcx_("search", "--help")
+    code, out, _ = run_command("search", "--help")
     flat = " ".join(out.split())
     assert code == 0
     for part in ("pcx search cifar10/vgg9 --algorithm cn --trials 50", "--sampler", "--storage", "Ctrl-C", "best.json"):

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from typer.testing import CliRunner
+from helpers import go_to_an_empty_place, run_command
 
 import pcx
-from pcx.bench import cli, record, scaling, speed
+from pcx.bench import record, scaling, speed
 from pcx.bench.configs import timing
 from pcx.bench.tasks import build_model, pipeline
 
@@ -20,18 +20,12 @@ from pcx.bench.tasks import build_model, pipeline
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     """An empty place without data, records and caches."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("PCX_CACHE", "PCX_DATA", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.delenv("PCX_RESULTS", raising=False)
+    go_to_an_empty_place(monkeypatch, tmp_path)
 
 
 def bench(*arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `pcx bench …`."""
-    result = CliRunner().invoke(cli.app, ["bench", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return run_command("bench", *arguments)
 
 
 def lines(path: str) -> list[dict[str, Any]]:
@@ -131,7 +125,7 @@ def test_quick_writes_complete_records():
         assert memory["program"] > 3 * 8 * 134_794  # weights and two moments, in float64
     assert "fashionmnist/mlp by bp_se in tf32: loading" in err
     assert re.search(r"fashionmnist/mlp +pc_se +5 +tf32 ", out)
-    table = CliRunner().invoke(cli.app, ["table", "timing"]).stdout
+    table = run_command("table", "timing")[1]
     assert table.count("not run") == 8  # quick records are not shown
 
 
@@ -156,7 +150,7 @@ def test_a_whole_cell_also_runs_uncompiled(monkeypatch):
     part = predictive["uncompiled"]["no_shortcuts"]
     assert part["ratio"] == pytest.approx(2 * part["seconds_per_step"]["median"] / predictive["seconds"]["median"])
     assert jax.config.jax_compilation_cache_dir == before
-    rows = CliRunner().invoke(cli.app, ["table", "timing", "--records", "mine.jsonl"]).stdout
+    rows = run_command("table", "timing", "--records", "mine.jsonl")[1]
     assert rows.count("not run") == 6
 
 
