@@ -242,13 +242,15 @@ def test_an_epoch_is_a_row_of_training_steps(stacked):
 
 @pytest.mark.parametrize("kind", scaling.KINDS)
 def test_inference_of_a_depth_is_repeated(kind):
-    """Each call starts from an input that depends on the first node of the last."""
-    repeat, (model, x, y, first) = scaling.make_inference(batch=3, dim=4, layers=5, T=4, calls=2, kind=kind, stacked=True)
-    result = jax.jit(repeat)(model, x, y, first)[3]
+    """Each call starts from an input that depends on all values of the last one."""
+    repeat, (model, x, y, total) = scaling.make_inference(batch=3, dim=4, layers=5, T=4, calls=2, kind=kind, stacked=True)
+    result = jax.jit(repeat)(model, x, y, 1e9 + total)[3]
+    total = 1e9 + total
     for _ in range(2):
         options = {"optimiser": optax.sgd(0.05), "steps": 4, "init": "zeros", "shortcuts": pcx.NO_SHORTCUTS}
-        first = pcx.infer(model, x + 1e-3 * first, {"vodes.4": y}, **options).values["vodes.0"]
-    np.testing.assert_allclose(result, first, rtol=1e-10, atol=1e-12)
+        values = pcx.infer(model, x + 1e-9 * total, {"vodes.4": y}, **options).values
+        total = sum(np.sum(value) for value in values.values())
+    np.testing.assert_allclose(result, total, rtol=1e-10, atol=1e-12)
     h = np.linspace(-1, 1, 4)
     u = np.maximum(model.layers[0].weight @ h + model.layers[0].bias, 0)
     first = pcx.run(model, {}, h[None]).predictions["vodes.0"][0]
@@ -286,13 +288,14 @@ def test_figures_are_drawn_again_from_the_newest_records():
         for what, p, m, k, n in [("scaling", "base", 1, None, 2), *(("scaling", p, 2, None, 2) for p in scaling.BASE),
                                  ("depth", None, None, "chain", 4), ("depth", None, None, "chain", 8)]
     ]  # fmt: skip
-    for unfit in ({"quick": True, "time": "9"}, {"device": {"kind": "cpu"}, "time": "0"}):
+    for unfit in ({"quick": True, "time": "9"}, {"device": {"kind": "cpu"}, "time": "0"}, {"what": "other", "time": "9"}):
         made.append(made[0] | unfit)
     for item in made:
         record.append(Path("results/scaling.jsonl"), item)
-    newest = scaling.newest(Path("results/scaling.jsonl"))
-    assert len(newest) == 14
-    assert {r["time"] for r in newest} == {"2"}
+    for what, points in (("scaling", 10), ("depth", 4)):
+        newest = scaling.newest(Path("results/scaling.jsonl"), what)
+        assert len(newest) == points
+        assert {r["time"] for r in newest} == {"2"}
     code, out, _ = bench("scaling", "--draw", "--figure", "here.png")
     assert code == 0
     assert "here.png: 10 points" in out

@@ -9,6 +9,7 @@ import typer
 
 from pcx.bench.cli_bench import bench_app, fail
 from pcx.bench.cli_search import SEARCH_HELP, search
+from pcx.bench.cli_study import STUDY_HELP, study
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -180,6 +181,7 @@ class Bar:
 
 
 app.command(help=SEARCH_HELP)(search)
+app.command(help=STUDY_HELP)(study)
 
 
 @app.command()

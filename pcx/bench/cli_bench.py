@@ -144,11 +144,8 @@ def scaling(
     picture = figure or path.with_name(f"scaling{suffix}.png")
     with refusals(path):
         for name in ("scaling", "depth") if part == "both" else (part,):
-            if draw:
-                records = [r for r in work.newest(path) if r["what"] == name]
-            else:
-                records = {"scaling": work.scaling, "depth": work.depth}[name](path, quick, say)
-            if records:
-                target = picture if name == "scaling" else picture.with_name(f"depth{suffix}.png")
-                {"scaling": plots.scaling, "depth": plots.depth}[name](records, target)
-                print(f"{target}: {len(records)} points of {path}")
+            measure = {"scaling": work.scaling, "depth": work.depth}[name]
+            records = work.newest(path, name) if draw else measure(path, quick, say)
+            target = picture if name == "scaling" else picture.with_name(f"depth{suffix}.png")
+            {"scaling": plots.scaling, "depth": plots.depth}[name](records, target)
+            print(f"{target}: {len(records)} points of {path}")

@@ -93,7 +93,7 @@ def scaling(records: list[dict[str, Any]], path: Path) -> None:
     titles = {"batch": "batch", "dim": "width", "layers": "depth", "T": "inference steps"}
     figure, (panels,) = _figure(len(titles))
     for axes, (parameter, title) in zip(panels, titles.items(), strict=True):
-        for stacked in (True, False):
+        for stacked in sorted({r["stacked"] for r in records}, reverse=True):
             mine = [r for r in records if r["stacked"] == stacked and r["parameter"] in ("base", parameter)]
             mine.sort(key=lambda r: r["multiplier"])
             seconds = [r["seconds"]["median"] for r in mine]
@@ -113,7 +113,7 @@ def depth(records: list[dict[str, Any]], path: Path) -> None:
     kinds = list(dict.fromkeys(r["kind"] for r in records))
     figure, (panels,) = _figure(len(kinds))
     for axes, kind in zip(panels, kinds, strict=True):
-        for stacked in (True, False):
+        for stacked in sorted({r["stacked"] for r in records}, reverse=True):
             mine = sorted((r for r in records if (r["kind"], r["stacked"]) == (kind, stacked)), key=lambda r: r["layers"])
             milliseconds = [1e3 * r["seconds"]["median"] for r in mine]
             grown = milliseconds[-1] / milliseconds[0]

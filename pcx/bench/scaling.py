@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
@@ -75,7 +76,7 @@ def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked:
 def make_inference(batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool) -> tuple[Any, Any]:
     """Inference again and again as one function, and its first arguments; the input of each call depends on the last one.
 
-    Only the first node is handed on, so that unpacking all values, which a training step does not need, is not timed.
+    What is handed on is the sum of all values: with less, the compiler would leave out the layers that did not reach it.
     """
     model = build(dim, layers, kind == "residual")
     x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
@@ -83,13 +84,14 @@ def make_inference(batch: int, dim: int, layers: int, T: int, calls: int, kind: 
 
     def call(model: Any, x: Any, y: Any) -> Any:
         options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": SHORTCUTS[stacked]}
-        return pcx.infer(model, x, {last: y}, **options).values["vodes.0"]
+        values = pcx.infer(model, x, {last: y}, **options).values
+        return sum(jnp.sum(value) for value in values.values())
 
-    def repeat(model: Any, x: Any, y: Any, first: Any) -> Any:
-        def body(first: Any, _: Any) -> Any:
-            return call(model, x + 1e-3 * first, y), None
+    def repeat(model: Any, x: Any, y: Any, total: Any) -> Any:
+        def body(total: Any, _: Any) -> Any:
+            return call(model, x + 1e-9 * total, y), None
 
-        return model, x, y, jax.lax.scan(body, first, length=calls)[0]
+        return model, x, y, jax.lax.scan(body, total, length=calls)[0]
 
     return repeat, (model, x, y, call(model, x, y))
 
@@ -166,12 +168,12 @@ def depth(out: Path, quick: bool, say: Say) -> list[dict[str, Any]]:
     return records
 
 
-def newest(path: Path) -> list[dict[str, Any]]:
-    """Of a file of records: the newest of every point, without quick ones, and only those of the newest record's device."""
-    records = [r for r in record.read(path, record.SCALING) if not r["quick"]]
+def newest(path: Path, what: str) -> list[dict[str, Any]]:
+    """Of a file of records of a part: the newest of every point, without quick ones, all of the newest record's device."""
+    records = [r for r in record.read(path, record.SCALING) if not r["quick"] and r["what"] == what]
     if not records:
-        raise ConfigError(f"there are no records in {path}; measure first, without --draw and --quick.")
+        raise ConfigError(f"there are no records of {what} in {path}; measure first, without --draw and --quick.")
     kind = max(records, key=lambda r: r["time"])["device"]["kind"]
-    identity = ("what", "parameter", "multiplier", "kind", "layers", "stacked")
+    identity = ("parameter", "multiplier", "kind", "layers", "stacked")
     here = sorted((r for r in records if r["device"]["kind"] == kind), key=lambda r: r["time"])
     return list({tuple(r.get(name) for name in identity): r for r in here}.values())
