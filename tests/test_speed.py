@@ -195,7 +195,7 @@ def test_an_interrupt_leaves_complete_records(monkeypatch):
         (["population", "--precision", "fp8", "--random"], ["precision is 'fp8'"]),
         (["population"], ["mnist is not here", "--random"]),
         (["scaling", "--part", "width"], ["--part is 'width'", "scaling, depth or both"]),
-        (["scaling", "--draw"], ["no records in results/scaling.jsonl"]),
+        (["scaling", "--draw"], ["no records of scaling in results/scaling.jsonl"]),
     ],
     ids=" ".join,
 )

@@ -1,0 +1,131 @@
+"""A whole inference step of equal dense layers as one kernel, against the stacked program: time for 4 and 64 layers.
+
+    python benchmarks/one_kernel.py --out results/one_kernel.jsonl
+
+Every block of the kernel holds some samples of one node. It computes the node's own prediction, that of the node above, both errors
+and the update: nothing is written but the new values. Needs a GPU (Pallas for Triton).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pcx.bench import record
+from pcx.bench.scaling import DEPTH_BASE, LR_H, build, make_inference
+
+CALLS = 200
+
+
+def step(below: Any, h: Any, above: Any, w: Any, b: Any, w_above: Any, b_above: Any) -> Any:
+    """The values of one node after a step: the two energies that it is part of, differentiated."""
+
+    def prediction(w: Any, b: Any, h: Any) -> Any:
+        return jax.nn.relu(jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))) + b)
+
+    def energy(h: Any) -> Any:
+        error, error_above = h - prediction(w, b, below), above - prediction(w_above, b_above, h)
+        return 0.5 * jnp.sum(error**2) + 0.5 * jnp.sum(error_above**2)
+
+    return h - LR_H * jax.grad(energy)(h)
+
+
+def inference(layers: int, rows: int, warps: int, batch: int, dim: int, T: int, interpret: bool) -> Callable[..., Any]:
+    """T steps on an array of input, values and target, one kernel each; ``rows`` samples per block."""
+
+    def kernel(below: Any, h: Any, above: Any, w: Any, b: Any, w_above: Any, b_above: Any, out: Any) -> None:
+        node = pl.program_id(0)
+
+        @pl.when((node > 0) & (node < layers))
+        def _() -> None:
+            out[...] = step(below[...], h[...], above[...], w[...], b[...], w_above[...], b_above[...])
+
+        @pl.when((node == 0) | (node == layers))
+        def _() -> None:
+            out[...] = h[...]
+
+    def values(offset: int) -> Any:
+        return pl.BlockSpec((pl.squeezed, rows, dim), lambda k, i: (jnp.clip(k + offset, 0, layers), i, 0))
+
+    def weights(offset: int, *shape: int) -> Any:
+        return pl.BlockSpec((pl.squeezed, *shape), lambda k, i: (jnp.clip(k + offset, 0, layers - 1), *[0] * len(shape)))
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((layers + 1, batch, dim), jnp.float32),
+        grid=(layers + 1, batch // rows),
+        in_specs=[
+            values(-1),
+            values(0),
+            values(1),
+            weights(-1, dim, dim),
+            weights(-1, dim),
+            weights(0, dim, dim),
+            weights(0, dim),
+        ],
+        out_specs=values(0),
+        interpret=interpret,
+        compiler_params=None if interpret else triton.CompilerParams(num_warps=warps, num_stages=1),
+    )
+
+    def run(state: Any, w: Any, b: Any) -> Any:
+        for _ in range(T):
+            state = call(state, state, state, w, b, w, b)
+        return state
+
+    return run
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """The fastest of five calls of a compiled function."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    found = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 64, 32])
+    parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--interpret", action="store_true", help="without a GPU: slow, to check the result only")
+    parser.add_argument("--out", type=Path, default=Path("results/one_kernel.jsonl"))
+    options = parser.parse_args()
+    batch, dim, T = DEPTH_BASE["batch"], DEPTH_BASE["dim"], DEPTH_BASE["T"]
+    for layers in options.layers:
+        model = build(dim, layers)
+        w, b = (jnp.stack([getattr(layer, name) for layer in model.layers]) for name in ("weight", "bias"))
+        x, y = jax.random.normal(jax.random.key(1), (2, 1, batch, dim))
+        state = jnp.concatenate([x, jnp.zeros((layers - 1, batch, dim)), y])
+        times = {}
+        for rows in options.rows:
+            run = inference(layers, rows, 8, batch, dim, T, options.interpret)
+
+            def repeat(state: Any, w: Any, b: Any, run: Any = run) -> Any:
+                def body(first: Any, _: Any) -> Any:
+                    return run(state.at[1].set(1e-3 * first), w, b)[1], None
+
+                return jax.lax.scan(body, state[1], length=options.calls)[0]
+
+            times[f"one kernel, {rows} samples a block"] = seconds(repeat, state, w, b) / options.calls
+        with jax.default_matmul_precision("tensorfloat32"):
+            stacked, arguments = make_inference(batch, dim, layers, T, options.calls, "chain", True)
+            times["stacked"] = seconds(stacked, *arguments) / options.calls
+        cell = {"what": "one kernel", "layers": layers, "seconds": times, **DEPTH_BASE}
+        record.append(options.out, cell | record.environment())
+        for name, value in times.items():
+            print(f"{layers} layers, {name}: {1e6 * value:.1f} µs per inference")
+
+
+if __name__ == "__main__":
+    main()
