@@ -2,8 +2,8 @@
 
     python benchmarks/one_kernel.py --out results/one_kernel.jsonl
 
-Every block of the kernel holds some samples of one node. It computes the node's own prediction, that of the node above, both errors
-and the update: nothing is written but the new values. Needs a GPU (Pallas for Triton).
+Every block of the kernel holds some samples of one node. It computes the predictions of the node and of the one above, both
+errors and the update: nothing is written but the new values. Needs a GPU (Pallas for Triton).
 """
 
 import argparse

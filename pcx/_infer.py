@@ -6,7 +6,7 @@ node (a generative model), part of a node (recall), nothing (sampling), the inpu
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,11 @@ from pcx._init import Init, forward
 from pcx._model import weight_dtype
 from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
-from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, waves
+from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, steady, waves
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
+T = TypeVar("T", bound="Nodes[Array] | Packed")
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
 
 
@@ -62,6 +63,7 @@ def infer(
     batch: int | None = None,
     shortcuts: Shortcuts = ALL_SHORTCUTS,
     unroll: bool = False,
+    state_dtype: Any = None,
 ) -> Inferred:
     """Settle the values: ``steps`` updates of ``h ← h - γ ∂E/∂h`` by any optax optimiser.
 
@@ -76,6 +78,8 @@ def infer(
         energy, precision: see `energies`.
         record: a function ``(step, values, energies) -> tree``, called before the first step and after each.
         shortcuts: which exact shortcuts may be taken. ``unroll``: write all steps out, also where there are many.
+        state_dtype: keep the way from the start, and the optimiser's state, in this dtype. In bfloat16 it has half the bytes;
+            starts, predictions and errors stay in the dtype of the weights.
     """
     if steps < 0:
         raise ModelError(f"steps is {steps}; inference takes zero or more steps.")
@@ -100,8 +104,9 @@ def infer(
         fixed |= observe(model, target, start.values)
         start = start._replace(values=start.values | fixed)
     frozen = freeze_state(model, start.state)
-    task = _Task(frozen, x, key, training, batch, objective, start, fixed, shortcuts)
+    task = _Task(frozen, (x, key, training), objective, start, fixed, shortcuts, state_dtype)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
+    chosen = chosen if state_dtype is None else steady(chosen)
     at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward} - set(fixed)
     return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction)
 
@@ -110,22 +115,15 @@ class _Task:
     """One inference problem: a frozen model, where it starts, what is fixed, and the gradient of its energy."""
 
     def __init__(
-        self,
-        model: Any,
-        x: Any,
-        key: Key,
-        training: bool,
-        batch: int,
-        objective: Objective,
-        start: Run,
-        fixed: Mapping[str, Any],
-        shortcuts: Shortcuts,
+        self, model: Any, context: Any, objective: Objective, start: Run, fixed: Any, shortcuts: Shortcuts, state_dtype: Any
     ):
-        self.model, self.objective, self.start, self.batch = model, objective, start, batch
-        self.context = (x, key, training)
+        self.model, self.objective, self.start = model, objective, start
+        self.context, self.batch = context, len(next(iter(start.values.values())))  # context: input, key, whether training
         self.fixed, self.dtype = fixed, weight_dtype(model)
         self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
-        self.shortcuts = shortcuts
+        self.shortcuts, self.state_dtype = shortcuts, state_dtype
+        if state_dtype is not None and not shortcuts.anchor:
+            raise ModelError("state_dtype is the dtype of the way from the start; it needs Shortcuts(anchor=True).")
         factors = objective.factors(model, start.values, 0)
         self.energies = {name: factor.energy for name, factor in factors.items()}
         self.factors = [n for n, f in self.energies.items() if f is not zero]
@@ -134,23 +132,28 @@ class _Task:
         self.stacks: Any = None
         self.constants: Nodes[Array] = Nodes()
         if any(shortcuts):
-            self.program = Program(model, start.values, x, key, training)
+            self.program = Program(model, start.values, *context)
             settled = [n for n, its in self.program.parents.items() if not its & set(self.free)]
             self.constants = start.predictions.only(settled if shortcuts.constant else ())
             self.stacks = self.program.stacked_weights() if shortcuts.stack else None
-            if shortcuts.anchor and products.worthwhile(self.dtype):
+            if shortcuts.anchor and (state_dtype is not None or products.worthwhile(self.dtype)):
                 self.anchor = self.program.anchor(start.values)
 
     def first(self) -> Nodes[Array]:
         """The state of the loop: the values of the free nodes, or, with an anchor, how far they are from their start."""
         values = self.start.values.only(self.free)
-        return values if self.anchor is None else jax.tree.map(jnp.zeros_like, values)
+        return values if self.anchor is None else jax.tree.map(jnp.zeros_like, self.kept(values))
+
+    def kept(self, values: T) -> T:
+        """Values in the dtype of the state."""
+        return values if self.state_dtype is None else jax.tree.map(lambda v: v.astype(self.state_dtype), values)
 
     def all_values(self, free: Nodes[Array]) -> Nodes[Array] | Displaced:
         if self.anchor is None:
             return self.start.values | free
-        rest = {name: jnp.zeros_like(value) for name, value in self.start.values.items() if name not in free}
-        return Displaced(self.start.values, Nodes({name: (free | rest)[name] for name in self.start.values}))
+        start = self.start.values
+        by = {n: free[n].astype(value.dtype) if n in free else jnp.zeros_like(value) for n, value in start.items()}
+        return Displaced(start, Nodes(by))
 
     def values(self, free: Nodes[Array]) -> Nodes[Array]:
         found = self.all_values(free)
@@ -229,7 +232,7 @@ class _Task:
         unroll: bool,
         at_prediction: set[str],
     ) -> Inferred:
-        start = self.start.values.only(self.free)
+        start = self.kept(self.start.values.only(self.free))
         _check_state(optimiser, start, state)
         lazy = ZeroAware(optimiser, start)
         plan = self.plan(lazy, state is None and tolerance is None, at_prediction, steps)
@@ -250,7 +253,7 @@ class _Task:
         for active, targets in plan[:-1][:steps]:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
-            updates, zeros = lazy.update(gradients, zeros, self.values(free).only(self.free))
+            updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
             free = self.moved(free, {n: updates[n] for n in targets})
             done += 1
             history.append(note(done, free))
@@ -262,7 +265,7 @@ class _Task:
             gradients = self.gradient(free, step, active, targets, moved)
             rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
             everything = Nodes({name: (gradients | rest)[name] for name in self.free})
-            updates, state = optimiser.update(everything, state, self.values(free).only(self.free))
+            updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
             free = self.moved(free, updates)
             return (free, state), note(step + 1, free)
 
@@ -301,7 +304,7 @@ class _Task:
             packed, state = carry
             gradients = jax.grad(energy)(packed, self.factors_of(active, step), self.constants)
             lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
-            updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, energy.values(packed))
+            updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, self.kept(energy.values(packed)))
             moved = self.moved(packed.lone, updates.lone)
             return Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state
 
@@ -330,7 +333,7 @@ class _Task:
         def body(carry: Any) -> Any:
             free, state, gradients, going, count, step, _ = carry
             gradients = mask(going, gradients, jax.tree.map(jnp.zeros_like, gradients))
-            updates, state = optimiser.update(gradients, state, self.values(free).only(self.free))
+            updates, state = optimiser.update(gradients, state, self.kept(self.values(free).only(self.free)))
             free = mask(going, self.moved(free, updates), free)
             gradients = self.gradient(free, step + 1, self.factors, self.free)
             now = norm(gradients)

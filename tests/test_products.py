@@ -311,3 +311,67 @@ def test_counts_do_not_grow():
 
     anchored, plain = pcx.Shortcuts(stack=False), pcx.Shortcuts(stack=False, anchor=False)
     assert total(20, anchored) - total(10, anchored) == total(20, plain) - total(10, plain) == 10 * 4
+
+
+@pytest.mark.parametrize("stack", [True, False])
+@pytest.mark.parametrize("optimiser", [optax.sgd(0.1, momentum=0.5), optax.adam(0.01)], ids=["momentum", "adam"])
+def test_a_state_of_the_same_dtype_changes_nothing(optimiser, stack):
+    model, (x, y) = Chain([4] * 7 + [2]), batch(4, 2, size=3)
+    options = {"optimiser": optimiser, "steps": 10}
+    naive = settle(model, x, {"vodes.6": y}, shortcuts=pcx.Shortcuts(stack=False, anchor=False), **options)
+    kept = settle(model, x, {"vodes.6": y}, shortcuts=pcx.Shortcuts(stack=stack), state_dtype=jnp.float64, **options)
+    assert largest_difference(naive.values, kept.values) < 1e-12
+    assert largest_difference(kept.displaced.values, kept.values) == 0
+
+
+def test_a_state_in_bfloat16_by_hand():
+    """One free node, four steps with momentum: gradient, trace, update and displacement are rounded, nothing else."""
+    model, (x, y) = Chain([3, 4, 2], activation=jnp.tanh), batch(3, 2, size=3)
+    rate, momentum = 0.25, 0.5
+    options = {"optimiser": optax.sgd(jnp.asarray(rate), momentum=jnp.asarray(momentum)), "steps": 4}
+    # operation by operation: a compiler may leave out roundings between them
+    found = pcx.infer(model, x, {"vodes.1": y}, state_dtype=jnp.bfloat16, **options)
+
+    def rounded(a):
+        return np.asarray(jnp.asarray(a).astype(jnp.bfloat16).astype(jnp.float64))
+
+    w, b = (np.asarray(a) for a in (model.layers[1].weight, model.layers[1].bias))
+    start = np.tanh(np.asarray(x) @ np.asarray(model.layers[0].weight).T + np.asarray(model.layers[0].bias))
+    d, trace = np.zeros_like(start), np.zeros_like(start)
+    for _ in range(4):
+        gradient = rounded(d - (np.asarray(y) - (start + d) @ w.T - b) @ w)
+        step = gradient + momentum * trace
+        trace, d = rounded(step), rounded(d + rounded(-rate * step))
+    by = found.displaced.by["vodes.0"]
+    assert by.dtype == jnp.float64
+    np.testing.assert_array_equal(by, d)
+    np.testing.assert_allclose(found.values["vodes.0"], start + d, rtol=1e-14)
+    assert [leaf.dtype for leaf in jax.tree.leaves(found.optimiser_state)] == [jnp.bfloat16]
+    exact = settle(model, x, {"vodes.1": y}, **options)
+    assert 1e-5 < largest_difference(found.values, exact.values) < 1e-2
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_a_state_in_bfloat16_learns_nearly_the_same(stack):
+    """A chain whose first errors are far below the rounding of a value: each weight's gradient keeps its direction."""
+    model, (x, y) = Chain([4] * 7 + [2]), batch(4, 2, size=16)
+    options = {"state_optimiser": optax.sgd(0.02, momentum=0.3), "weight_optimiser": optax.sgd(1.0), "steps": 9}
+    options["weight_state"] = optax.sgd(1.0).init(pcx.weights(model))
+    shortcuts = pcx.Shortcuts(stack=stack)
+    trained = [
+        eqx.filter_jit(
+            lambda x, y, d=d: pcx.train_step(model, x, {"vodes.6": y}, state_dtype=d, shortcuts=shortcuts, **options)
+        )(x, y)
+        for d in (None, jnp.bfloat16)
+    ]
+    exact, rough = ([np.asarray(a - b).ravel() for a, b in zip(jax.tree.leaves(pcx.weights(t.model)),
+                                                               jax.tree.leaves(pcx.weights(model)), strict=True)]
+                    for t in trained)  # fmt: skip
+    for a, b in zip(exact, rough, strict=True):
+        assert 0.999 < a @ b / np.linalg.norm(a) / np.linalg.norm(b) < 1
+
+
+def test_a_state_dtype_needs_an_anchor():
+    model, (x, y) = Chain([3, 4, 2]), batch(3, 2)
+    with pytest.raises(pcx.ModelError, match=r"state_dtype.*anchor=True"):
+        pcx.infer(model, x, {"vodes.1": y}, optimiser=optax.sgd(0.1), steps=1, shortcuts=PLAIN, state_dtype=jnp.bfloat16)

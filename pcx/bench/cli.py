@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from pcx.bench.cli_bench import bench_app, fail
+from pcx.bench.cli_figure import FIGURE_HELP, figure
 from pcx.bench.cli_search import SEARCH_HELP, search
 from pcx.bench.cli_study import STUDY_HELP, study
 
@@ -50,7 +51,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, any setting; several, or repeated")] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder (default runs/TASK-ALGORITHM-…)")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16 products")] = None,
+    precision: Annotated[str | None, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two epochs on 2,000 images; never enters a table")] = False,
 ) -> None:
     from pcx.bench.config import ConfigError, parse_pairs
@@ -182,6 +183,7 @@ class Bar:
 
 app.command(help=SEARCH_HELP)(search)
 app.command(help=STUDY_HELP)(study)
+app.command(help=FIGURE_HELP)(figure)
 
 
 @app.command()

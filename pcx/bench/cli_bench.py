@@ -41,7 +41,7 @@ def refusals(out: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-Precision = Annotated[str, typer.Option(help="float32, tf32 or bf16 products")]
+Precision = Annotated[str, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")]
 Epochs = Annotated[int, typer.Option(help="epochs that count; one more warms up")]
 Random = Annotated[bool, typer.Option("--random", help="random images of the data set's number and shape")]
 Out = Annotated[Path | None, typer.Option(help="file of records (default results/speed.jsonl)")]

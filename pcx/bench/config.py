@@ -43,7 +43,7 @@ class Config:
         choices = {
             "schedule": ("warm_up_cosine", "constant"),
             "augmentation": ("none", "crop4_flip", "crop56_flip", "rotate5_flip"),
-            "precision": ("float32", "tf32", "bf16"),
+            "precision": ("float32", "tf32", "bf16", "bf16_state"),
             "population": ("vmap", "map"),
         }
         for name, allowed in choices.items():

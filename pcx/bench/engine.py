@@ -28,7 +28,7 @@ from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
 
 MODES = ("scan", "host", "host_unrolled")
-PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16"}
+PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16", "bf16_state": "bfloat16"}
 EVALUATION_BATCH = 500
 CHUNK = 16  # steps whose batches a streaming host sends at once
 
@@ -124,8 +124,10 @@ class Engine:
     def _algorithm(self, floats: Any) -> pcx.algorithms.Algorithm:
         _, make = pcx.algorithms.get(self.config.algorithm)
         parameters = inspect.signature(make).parameters
-        takes_unroll = "unroll" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        options = {"unroll": True} if self.mode == "host_unrolled" and takes_unroll else {}
+        wanted: dict[str, Any] = {"unroll": True} if self.mode == "host_unrolled" else {}
+        wanted |= {"state_dtype": jnp.bfloat16} if self.config.precision == "bf16_state" else {}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        options = {name: value for name, value in wanted.items() if any_name or name in parameters}
         return make_algorithm(
             self.config, eqx.combine(floats, self.static_hyper), self.total_steps, output=self.output, **options
         )

@@ -300,3 +300,16 @@ def per_node(optimisers: Mapping[str, optax.GradientTransformation]) -> optax.Gr
         return Nodes({n: u for n, (u, _) in pairs.items()}), Nodes({n: s for n, (_, s) in pairs.items()})
 
     return optax.GradientTransformation(init, update)
+
+
+def steady(optimiser: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimiser whose updates and state keep their dtypes, also where its settings are of a wider one."""
+
+    def as_before(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: n if n.dtype == o.dtype else n.astype(o.dtype), new, old)
+
+    def update(gradients: Any, state: Any, values: Any = None) -> Any:
+        updates, after = optimiser.update(gradients, state, values)
+        return as_before(updates, gradients), as_before(after, state)
+
+    return optax.GradientTransformation(optimiser.init, update)

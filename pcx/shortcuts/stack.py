@@ -98,6 +98,7 @@ class BlockEnergy:
         return packed if self.anchor is None else jax.tree.map(jnp.add, self.start, packed)
 
     def __call__(self, packed: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]) -> Array:
+        packed = jax.tree.map(lambda by, start: by.astype(start.dtype), packed, self.start)
         total, done, values = jnp.zeros((), jnp.result_type(*packed.blocks)), set[str](), self.values(packed)
 
         def rows(items: Sequence[Any]) -> Array:
