@@ -28,6 +28,7 @@ from pcx._model import (
     failure,
     named,
     refuse_shared,
+    running,
     weight_dtype,
 )
 from pcx._types import Displaced, Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
@@ -157,12 +158,15 @@ def _node_key(key: Key, index: int) -> Key:
 
 def _call(bound: Any, binding: Binding, inputs: tuple[Any, ...]) -> Any:
     takes_key = "key" in inspect.signature(type(bound).__call__).parameters  # for layers that want one, as in Equinox
+    running.append(binding)
     try:
         return bound(*inputs, key=binding.key) if takes_key else bound(*inputs)
     except ModelError:
         raise
     except (TypeError, ValueError) as error:
         raise failure(bound, inputs, next(reversed(binding.visits), None), error) from error
+    finally:
+        running.pop()
 
 
 def observe(model: Any, observed: Observations | None, shapes: Mapping[str, Any]) -> dict[str, Any]:

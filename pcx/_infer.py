@@ -107,12 +107,17 @@ def infer(
     task = _Task(frozen, (x, key, training), objective, start, fixed, shortcuts, state_dtype)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
     chosen = chosen if state_dtype is None else steady(chosen)
-    at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward} - set(fixed)
+    rules = start_rules(model, init)
+    at_prediction = {name for name in start.values if rules[name] is forward and name not in fixed}
     return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction)
 
 
 class _Task:
-    """One inference problem: a frozen model, where it starts, what is fixed, and the gradient of its energy."""
+    """One inference problem: a frozen model, where it starts, what is fixed, and the gradient of its energy.
+
+    ``free`` is the state of the loop throughout: the values of the nodes that are not fixed or, with an anchor, how far they are
+    from their start. `all_values` and `values` make values of it.
+    """
 
     def __init__(
         self, model: Any, context: Any, objective: Objective, start: Run, fixed: Any, shortcuts: Shortcuts, state_dtype: Any
@@ -206,7 +211,7 @@ class _Task:
         part = self.fixed.get(name)
         return jnp.where(part.mask, fixed, free) if isinstance(part, Observed) else free
 
-    def moved(self, free: Nodes[Array], updates: Mapping[str, Array]) -> Nodes[Array]:
+    def updated(self, free: Nodes[Array], updates: Mapping[str, Array]) -> Nodes[Array]:
         """The state after an update, with the observed parts imposed again."""
         new = {name: optax.apply_updates(free[name], update) for name, update in updates.items()}
         return free | {name: self.unmasked(name, v, free[name]) for name, v in new.items()}
@@ -233,8 +238,8 @@ class _Task:
         at_prediction: set[str],
     ) -> Inferred:
         start = self.kept(self.start.values.only(self.free))
-        _check_state(optimiser, start, state)
         lazy = ZeroAware(optimiser, start)
+        lazy.check(state)
         plan = self.plan(lazy, state is None and tolerance is None, at_prediction, steps)
         if tolerance is None and record is None:
             stacked = self.solve_stacked(lazy, state, plan, steps, unroll)
@@ -254,7 +259,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free = self.moved(free, {n: updates[n] for n in targets})
+            free = self.updated(free, {n: updates[n] for n in targets})
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -266,7 +271,7 @@ class _Task:
             rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
             everything = Nodes({name: (gradients | rest)[name] for name in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free = self.moved(free, updates)
+            free = self.updated(free, updates)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None
@@ -305,7 +310,7 @@ class _Task:
             gradients = jax.grad(energy)(packed, self.factors_of(active, step), self.constants)
             lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
             updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, self.kept(energy.values(packed)))
-            moved = self.moved(packed.lone, updates.lone)
+            moved = self.updated(packed.lone, updates.lone)
             return Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state
 
         fresh = lazy.full_state(lazy.init()) if state is None else state
@@ -334,7 +339,7 @@ class _Task:
             free, state, gradients, going, count, step, _ = carry
             gradients = mask(going, gradients, jax.tree.map(jnp.zeros_like, gradients))
             updates, state = optimiser.update(gradients, state, self.kept(self.values(free).only(self.free)))
-            free = mask(going, self.moved(free, updates), free)
+            free = mask(going, self.updated(free, updates), free)
             gradients = self.gradient(free, step + 1, self.factors, self.free)
             now = norm(gradients)
             return free, state, gradients, going & (now > tolerance * first), count + going, step + 1, now
@@ -353,17 +358,6 @@ class _Task:
         free, state, _, _, count, _, last = carry
         done = self.inferred(free, state, steps, frozenset(self.factors), trace)
         return dataclasses.replace(done, steps=count, gradient_start=first, gradient_end=last)
-
-
-def _check_state(optimiser: optax.GradientTransformation, free: Nodes[Array], state: Any) -> None:
-    if state is None:
-        return
-    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(s)] for s in (jax.eval_shape(optimiser.init, free), state)]
-    if shapes[0] != shapes[1]:
-        raise ModelError(
-            f"optimiser_state belongs to other values: it has shapes {shapes[1]}, these need {shapes[0]}; "
-            "a state can only go on with the same model, observations and batch size."
-        )
 
 
 def _stack(items: list[Any]) -> Any:

@@ -63,8 +63,9 @@ def weight_gradient(
     """
     away = values if isinstance(values, Displaced) else None
     values = values.values if isinstance(values, Displaced) else values
-    n = batch_size(x, values)
-    nodes = named(model, Vode)
+    n, nodes = batch_size(x, values), named(model, Vode)
+    if n == 0:
+        raise ModelError("the batch has no samples; a weight gradient is a mean over at least one.")
     wanted = list(delta) if isinstance(delta, Mapping) else list(values if names is None else names)
     for name in wanted:
         if name not in nodes:

@@ -163,6 +163,9 @@ def set_flags(tree: Any, **changes: Any) -> None:
         module._pcx_flags = dataclasses.replace(module._pcx_flags, **changes)
 
 
+running: list[Any] = []  # the bindings of the runs that are being executed
+
+
 class Vode(Module):
     """A vectorised node: the values ``h`` of one group of neurons, and the energy that ties them to a prediction.
 
@@ -218,6 +221,8 @@ class Vode(Module):
         """Give the node its prediction and get its value; outside a run, a node is its prediction."""
         if self._pcx_bound is not None:
             return self._pcx_bound.visit(self, u)
+        if running and self._pcx_flags.name is None:
+            raise ModelError("a vode is called that is no part of the model; make it in __init__, as an attribute.")
         return self.prior(jnp.result_type(float)) if u is None else jnp.asarray(u)
 
 

@@ -29,6 +29,7 @@ from pcx._model import (
     named,
     one_hot,
     refuse_readers,
+    running,
     set_training,
 )
 from pcx._types import ModelError
@@ -74,7 +75,7 @@ class Vode(_model.Vode):
 
     def __call__(self, u: Any = None) -> Array:
         """Give the node its prediction and get its value: ``set("u", u)``, then ``get("h")``."""
-        if self._pcx_bound is not None:
+        if self._pcx_bound is not None or running:
             return super().__call__(u)
         if _current:
             _current[-1].visit(self)

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import math
+import sys
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -14,7 +16,7 @@ from helpers import Chain, batch, largest_difference
 
 import pcx
 import pcx.nn as pxnn
-from pcx.algorithms import nudging
+from pcx.algorithms import ipc, nudging, pc
 from pcx.algorithms._common import warm_up_cosine
 
 DIMS = [5, 6, 4, 3]
@@ -376,3 +378,23 @@ def test_mcpc_samples_a_gaussian_posterior(form):
     sample = np.asarray(settled.values["latent"])[:, 0]
     assert abs(sample.mean() - weight * y / a) < 5 * np.sqrt(variance / chains)
     assert abs(sample.var() - variance) < 5 * variance * np.sqrt(2 / chains)
+
+
+def test_names_of_algorithms_are_taken_once(monkeypatch, tmp_path):
+    """A copy that keeps a name, or a helper without an underscore, is refused by name instead of replacing what is there."""
+    monkeypatch.setattr(pcx.algorithms, "__path__", [*pcx.algorithms.__path__, str(tmp_path)])
+    wrong = {
+        "my_pc": (Path(pc.__file__).read_text(), "'pc_se'.*algorithms.my_pc.*algorithms.pc"),
+        "tools": ("x = 1", "VARIANTS"),
+    }
+    for name, (text, message) in wrong.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(pcx.ModelError, match=message):
+            pcx.algorithms.get("pc_se")
+        (tmp_path / f"{name}.py").unlink()
+        monkeypatch.delitem(sys.modules, f"pcx.algorithms.{name}", raising=False)
+
+
+def test_incremental_learning_takes_a_step():
+    with pytest.raises(pcx.ModelError, match="T is 0"):
+        ipc.Hyper(T=0)

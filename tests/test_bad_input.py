@@ -504,3 +504,47 @@ def test_a_root_without_a_shape_is_refused():
         pcx.run(model, {}, batch=2)
     with refuses(r"node 'vodes\.0' is called without a prediction", r"Vode\(shape\)"):
         model()
+
+
+class Loose(pcx.EnergyModule):
+    """A vode made in the call: the model does not hold it."""
+
+    def __init__(self):
+        self.first, self.second, self.y = pxnn.Linear(4, 5), pxnn.Linear(5, 3), pcx.Vode((3,))
+
+    def __call__(self, x):
+        return self.y(self.second(pcx.Vode((5,))(self.first(x))))
+
+
+def test_a_vode_that_is_no_attribute_is_refused():
+    model, (x, y) = Loose(), batch(4, 3)
+    with refuses("no part of the model", "__init__", models=[model]):
+        pcx.run(model, {}, x)
+    with refuses("no part of the model", models=[model]):
+        pcx.infer(model, x, {"y": y}, optimiser=RULE, steps=1)
+    with refuses("no part of the model", models=[model]):
+        pcx.check_model(model, x)
+    assert pcx.Vode((2,))(jnp.ones(2)).shape == (2,)  # outside a run, a node is its prediction
+
+
+class Idle(pcx.EnergyModule):
+    """A vode that is held, but never called."""
+
+    def __init__(self):
+        self.layer, self.y, self.unused = pxnn.Linear(4, 3), pcx.Vode((3,)), pcx.Vode((2,))
+
+    def __call__(self, x):
+        return self.y(self.layer(x))
+
+
+def test_a_vode_that_is_never_called_takes_no_part():
+    model, (x, y) = Idle(), batch(4, 3)
+    found = pcx.infer(model, x, {"y": y}, optimiser=RULE, steps=2)
+    assert list(found.values) == ["y"]
+    np.testing.assert_array_equal(found.values["y"], y)
+
+
+def test_an_empty_batch_cannot_train():
+    model = Chain(DIMS)
+    with refuses("no samples", models=[model]):
+        train(model, jnp.zeros((0, 4)), jnp.zeros((0, 3)))

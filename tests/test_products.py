@@ -375,3 +375,24 @@ def test_a_state_dtype_needs_an_anchor():
     model, (x, y) = Chain([3, 4, 2]), batch(3, 2)
     with pytest.raises(pcx.ModelError, match=r"state_dtype.*anchor=True"):
         pcx.infer(model, x, {"vodes.1": y}, optimiser=optax.sgd(0.1), steps=1, shortcuts=PLAIN, state_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["float32", TF32, "bfloat16"])
+@pytest.mark.parametrize("what", ["weights", "input", "target", "rate"])
+def test_inference_can_be_differentiated(what, precision):
+    """The derivative of settled values is that of the naive path: the derivatives of products have derivatives too."""
+    model, (x, y) = Chain([3, 4, 4, 2], activation=jnp.tanh), batch(3, 2, size=5)
+    weights, rest = eqx.partition(model, eqx.is_array)
+    point = {"weights": weights, "input": x, "target": y, "rate": jnp.asarray(0.1)}
+
+    def settled(moving, shortcuts, dtype):
+        own = jax.tree.map(lambda a: a.astype(dtype), point | {what: moving})
+        options = {"optimiser": optax.sgd(own["rate"], momentum=0.3), "steps": 6, "shortcuts": shortcuts}
+        found = pcx.infer(eqx.combine(own["weights"], rest), own["input"], {"vodes.2": own["target"]}, **options)
+        return sum(jnp.sum(jnp.sin(value)) for value in found.values.values()).astype(jnp.float64)
+
+    exact = jax.jit(jax.grad(lambda m: settled(m, pcx.NO_SHORTCUTS, jnp.float64)))(point[what])
+    with jax.default_matmul_precision(precision):
+        found = jax.jit(jax.grad(lambda m: settled(m, pcx.Shortcuts(stack=False), jnp.float32)))(point[what])
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(found), strict=True):
+        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)) < (2e-2 if precision == "bfloat16" else 1e-5)

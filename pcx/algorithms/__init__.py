@@ -1,7 +1,7 @@
 """Learning algorithms, one module each; a module may declare variants, and a variant's name is what users type.
 
->>> names()
-['bp_ce', 'bp_se', 'cn', 'ipc', 'mcpc', 'nn', 'pc_ce', 'pc_se', 'pn']
+>>> "pc_se" in names()
+True
 >>> hyper, make = get("pc_se")
 """
 
@@ -28,7 +28,16 @@ from pcx.algorithms._common import warm_up_cosine as warm_up_cosine
 def modules() -> list[ModuleType]:
     """All modules of this folder that hold an algorithm."""
     found = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
-    return [importlib.import_module(f"{__name__}.{name}") for name in sorted(found)]
+    loaded = [importlib.import_module(f"{__name__}.{name}") for name in sorted(found)]
+    owner: dict[str, str] = {}
+    for module in loaded:
+        if not hasattr(module, "VARIANTS") or not hasattr(module, "make"):
+            raise ModelError(f"{module.__name__} has no VARIANTS or no make; a helper's name starts with an underscore.")
+        for name in module.VARIANTS:
+            if name in owner:
+                raise ModelError(f"two algorithms are called {name!r}: in {owner[name]} and in {module.__name__}; rename one.")
+            owner[name] = module.__name__
+    return loaded
 
 
 def names() -> list[str]:

@@ -45,7 +45,8 @@ class Hyper(eqx.Module):
     loss: str = eqx.field(static=True, default="se")
 
     def __check_init__(self) -> None:
-        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay")
+        check_positive(self, "T", allow_zero=False)
         check_loss(self)
 
 

@@ -254,6 +254,15 @@ class ZeroAware:
         self.program = jax.make_jaxpr(optimiser.update)(values, self.state_shape, values)
         refuse_nan(optimiser, values, "state")
 
+    def check(self, state: Any) -> None:
+        """Refuse a given state that belongs to other values."""
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(s)] for s in (self.state_shape, state)]
+        if state is not None and shapes[0] != shapes[1]:
+            raise ModelError(
+                f"optimiser_state belongs to other values: it has shapes {shapes[1]}, these need {shapes[0]}; "
+                "a state can only go on with the same model, observations and batch size."
+            )
+
     def init(self) -> list[Any]:
         return propagate_zeros(self.start, jax.tree.leaves(self.values))
 

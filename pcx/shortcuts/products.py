@@ -116,17 +116,14 @@ class Anchor:
 
     def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at values of which some have moved since the start."""
-        now = [jax.lax.stop_gradient(operand) for operand in operands]
         moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
-            return _with_derivative(eqn, _plain(eqn, now), [low(operand) for operand in now], *operands)
+            return _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
         start, rounded, value = self.known[place]
         if any(moving):
-            by = [x - s if b is UNKNOWN else b for x, s, b in zip(now, start, away, strict=True)]
-            value = value + _low(
-                eqn, *(r if b is FIXED else jax.lax.stop_gradient(b) for r, b in zip(rounded, by, strict=True))
-            )
-        both = [low(x) if moves else r for x, r, moves in zip(now, rounded, moving, strict=True)]
+            by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
+            value = value + _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
+        both = [low(x) if moves else r for x, r, moves in zip(operands, rounded, moving, strict=True)]
         return _with_derivative(eqn, value, both, *operands)
 
 
@@ -143,7 +140,7 @@ def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
 
 
 def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Array, rhs: Array) -> Array:
-    """A value that is already known, with the derivative of the product at rounded operands."""
+    """A value that is already known, with the derivative of the product at rounded operands, which has derivatives in turn."""
 
     @jax.custom_jvp
     def product(lhs: Array, rhs: Array, value: Array, low_lhs: Array, low_rhs: Array) -> Array:
@@ -157,7 +154,7 @@ def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Arr
         return value, sum(parts) if parts else jnp.zeros_like(value)
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return product(lhs, rhs, jax.lax.stop_gradient(value), *rounded)
+    return product(lhs, rhs, value, *rounded)
 
 
 def rounded(function: F) -> F:
