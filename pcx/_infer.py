@@ -115,8 +115,8 @@ def infer(
 class _Task:
     """One inference problem: a frozen model, where it starts, what is fixed, and the gradient of its energy.
 
-    ``free`` is the state of the loop throughout: the values of the nodes that are not fixed or, with an anchor, how far they are
-    from their start. `all_values` and `values` make values of it.
+    ``free`` is the state of the loop throughout: the values of the nodes that are not fixed or, with an anchor, how far they
+    are from their start. `all_values` and `values` make values of it.
     """
 
     def __init__(

@@ -210,7 +210,8 @@ def _saved(model: Any, kind: Kind) -> dict[str, Any]:
     return {name: leaf for (name, leaf), k in pairs if mask.matches(k) and k is not TransientParam and eqx.is_array(leaf)}
 
 
-def _digest(arrays: dict[str, np.ndarray]) -> str:
+def checksum(arrays: dict[str, np.ndarray]) -> str:
+    """Of names, dtypes, shapes and contents."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name}:{arrays[name].dtype}:{arrays[name].shape};".encode())
@@ -221,7 +222,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 def save_params(model: Any, path: str | Path, kind: Kind = (LayerParam, StateParam)) -> None:
     """Write the weights and layer statistics (or another kind) to one safetensors file, atomically, with a checksum."""
     arrays = {name: np.asarray(leaf) for name, leaf in _saved(model, kind).items()}
-    metadata = {"pcx": json.dumps({"model": type(model).__name__, "sha256": _digest(arrays)})}
+    metadata = {"pcx": json.dumps({"model": type(model).__name__, "sha256": checksum(arrays)})}
     atomic_write(Path(path), safetensors.numpy.save(arrays, metadata))
 
 
@@ -257,9 +258,9 @@ def load_params(model: M, path: str | Path, kind: Kind = (LayerParam, StateParam
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise ModelError(f"{target} is not a readable safetensors file ({error}); it may be cut off: save it again.") from error
-    if "sha256" in metadata and metadata["sha256"] != _digest(found):
+    if "sha256" in metadata and metadata["sha256"] != checksum(found):
         raise ModelError(
-            f"{target} is damaged: its checksum is {_digest(found)}, but {metadata['sha256']} was saved. Use another copy."
+            f"{target} is damaged: its checksum is {checksum(found)}, but {metadata['sha256']} was saved. Use another copy."
         )
     wanted = _saved(model, kind)
     problems = [f"{name} is in the model but not in the file" for name in wanted if name not in found]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from helpers import go_to_an_empty_place, run_command
 
+import pcx.algorithms
 import pcx.data
-from pcx.bench import cli, runs
+from pcx.bench import cli, runs, script
 from pcx.bench.folder import RunError
 
 COLUMNS = "dataset,model,algorithm,metric,paper,final_mean,final_std,best_mean,seeds"
@@ -57,6 +58,8 @@ def started(monkeypatch):
         (["--help"], ["run", "table", "data", "pcx run digits/mlp --algorithm pc_se --epochs 5"]),
         (["run", "--help"], ["pcx run mnist/mlp --algorithm ipc --seeds 5 --out runs/ipc"]),
         (["run", "--help"], ["pcx run mnist/mlp --algorithm pc_se --set T=12 lr_h=0.02 --set batch=64"]),
+        (["run", "--help"], [" ".join(pcx.algorithms.names())]),
+        (["search", "--help"], [" ".join(pcx.algorithms.names())]),
         (["run", "--help"], ["--algorithm", "--seeds", "--epochs", "--set", "--out", "--quick", "Ctrl-C"]),
         (["bench", "--help"], ["speed", "scaling", "population", "pcx bench speed --rows mlp --random --quick"]),
         (["bench", "speed", "--help"], ["pcx bench speed --precision bf16", "--rows", "--epochs", "--random", "--out"]),
@@ -114,8 +117,11 @@ def test_help_has_examples(command, parts):
         (["digits/mlp", "-a", "pc_se", "--precision", "fp8"], ["precision is 'fp8'", "float32, tf32, bf16"]),
         (["generative"], ["generative", "accuracy"]),
         (["timing"], ["timing", "pcx bench speed"]),
+        (["accuracy", "-a", "pc_es"], ["'pc_es'", "near: pc_se, pc_ce"]),
+        (["accuracy", "-a", "mcpc"], ["accuracy has no cell by 'mcpc'"]),
+        (["accuracy", "--out", "here"], ["--out", "accuracy", "runs/"]),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("dig", "gen", "tim")) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("dig", "gen", "tim", "acc")) else "",
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(monkeypatch, arguments, parts):
     original = runs.run
@@ -453,12 +459,30 @@ def test_timing_is_that_of_the_speed_file():
     assert cell(table(), dataset="fashionmnist", model="mlp", algorithm="pc_se")["final_mean"] == "90"
 
 
-@pytest.mark.parametrize("broken", ['{"config": {"da', "{}", "3", '{"quick": false}'])
-def test_a_line_that_is_not_a_record_is_named(broken):
-    write(made(final=[0.9], best=[0.9]), broken)
-    code, out, err = run_command("table", "accuracy")
+PLAIN = made(final=[0.9], best=[0.9])
+NO_RECORDS = ['{"config": {"da', "{}", "3", '{"quick": false}', PLAIN | {"config": {}}, PLAIN | {"config": None}]
+NO_RECORDS += [PLAIN | {"final": {}}, PLAIN | {"best": None}, PLAIN | {"final": {"test_top1": {"mean": None, "std": 0.0}}}]
+
+
+@pytest.mark.parametrize("command", [["table"], ["run"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("broken", NO_RECORDS, ids=range(len(NO_RECORDS)))
+def test_a_line_that_is_not_a_record_is_named(broken, command):
+    write(PLAIN, broken)
+    code, out, err = run_command(*command, "accuracy")
     assert (code, out) == (2, "")
-    assert re.match(r"error: line 2 of results/records\.jsonl is not a record", err)
+    assert re.fullmatch(r"error: line 2 of results/records\.jsonl is not a record; .*\n", err)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "timing"])
+def test_a_file_that_holds_no_records_is_named(name):
+    """A folder, no file at all, or one that is not text."""
+    Path("folder").mkdir()
+    Path("picture").write_bytes(b"\x89PNG\xff\n")
+    for file, told in [("folder", "folder is a folder"), ("none", "there is no file none"), ("picture", "line 1 of picture")]:
+        code, out, err = run_command("table", name, "--records", file)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {told}")
+        assert len(err.splitlines()) == 1
 
 
 def test_every_precision_is_a_row_with_its_ratio_to_bp():
@@ -490,7 +514,6 @@ def test_the_newest_of_an_accelerator_is_shown():
     write(cpu, quick, timed(3.0, "bp_se"), path="results/speed.jsonl")
     row = cell(table("timing"), dataset="fashionmnist", algorithm="pc_se")
     assert (row["median"], row["device"], row["ratio"]) == ("9", "cpu", "")  # BP was timed elsewhere
-    assert cell(table("timing", "--records", "none.jsonl"), dataset="fashionmnist", algorithm="pc_se")["median"] == ""
 
 
 @pytest.mark.parametrize("broken", ['{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'])
@@ -511,13 +534,18 @@ def test_unknown_tables_and_formats_are_refused():
     assert "text, markdown, csv" in err
 
 
-def test_a_whole_table_runs_what_can_run_here(started, monkeypatch):
-    """Only cells without a record, of models and data that are here."""
+@pytest.fixture
+def only_mnist_is_here(monkeypatch):
     status, digits = pcx.data.status, pcx.data.load("digits")
     here = [s for s in status() if s.name == "digits"]
     fake = [type(s)("mnist", True, {"train": 60000, "test": 10000}, 1, "", None, ()) for s in here]
     monkeypatch.setattr(pcx.data, "status", lambda: fake)
     monkeypatch.setattr(pcx.data, "load", lambda name: digits)
+
+
+@pytest.mark.usefixtures("only_mnist_is_here")
+def test_a_whole_table_runs_what_can_run_here(started):
+    """Only cells without a record, of models and data that are here."""
     write(made(final=[0.9], best=[0.9]), made("bp_se", final=[0.9], best=[0.9]))
     code, out, _ = run_command("run", "accuracy", "--epochs", "1")
     assert code == 0
@@ -525,3 +553,44 @@ def test_a_whole_table_runs_what_can_run_here(started, monkeypatch):
     assert {call["config"].task for call in started} == {"mnist/mlp"}
     assert started[0]["config"].algorithm == "bp_ce"  # the cheapest first
     assert {call["config"].algorithm for call in started} == {"pc_ce", "pn", "nn", "cn", "ipc", "bp_ce"}
+
+
+@pytest.mark.usefixtures("only_mnist_is_here")
+def test_a_table_can_be_run_by_one_algorithm(started):
+    code, out, _ = run_command("run", "accuracy", "-a", "pc_se", "--epochs", "1")
+    assert code == 0
+    assert "0 of 14 cells have a record; 1 can run here" in out
+    assert [(call["config"].task, call["config"].algorithm) for call in started] == [("mnist/mlp", "pc_se")]
+
+
+# --- what is not installed
+
+
+@pytest.mark.parametrize(("package", "code"), [("typer", 2), ("rich", 2), ("numbers", 1)])
+def test_packages_that_are_not_installed_are_one_sentence(package, code):
+    """Those of the extra; of others there is no such thing to say."""
+    program = f"""
+import sys
+{"" if package == "typer" else "import pcx.bench.cli; pcx.bench.cli.app = lambda: __import__(" + repr(package) + ")"}
+sys.modules[{package!r}] = None
+from pcx.bench import script
+script.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    if code == 2:
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"error: {package} is not installed")
+        assert "pip install '.[bench]'" in done.stderr
+    else:
+        assert "Traceback" in done.stderr
+
+
+def test_the_command_is_the_one_that_says_so():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["pcx"] == "pcx.bench.script:main"
+    names = {re.split("[><=]", package)[0] for package in project["optional-dependencies"]["bench"]}
+    modules = {"pillow": "PIL", "scikit-learn": "sklearn"}
+    assert {modules.get(name, name) for name in names} == script.EXTRA

@@ -18,7 +18,7 @@ import safetensors.numpy
 import pcx.data
 from pcx.bench import configure, record, runs
 from pcx.bench.engine import Engine
-from pcx.bench.folder import Folder, RunError
+from pcx.bench.folder import LINE, Folder, RunError
 
 DIGITS = pcx.data.load("digits")
 TINY = {"epochs": 3, "width": 4, "hidden": 1, "train_limit": 200, "batch": 64}
@@ -212,6 +212,121 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, whole):
     (path / "checkpoint.safetensors").write_bytes(safetensors.numpy.save(fewer, metadata))
     with pytest.raises(RunError, match="another program"):
         go(path)
+
+
+def partly(path: Path, whole: Path, **changes: bytes | None) -> Path:
+    """A copy of a finished run without its summary, with some files changed (None: left out)."""
+    path.mkdir()
+    contents = {name: (whole / name).read_bytes() for name in ("config.json", "metrics.jsonl", "checkpoint.safetensors")}
+    for name, content in (contents | changes).items():
+        if content is not None:
+            (path / name).write_bytes(content)
+    return path
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, whole):
+    good = (whole / "checkpoint.safetensors").read_bytes()
+    for place in (-1, good.index(b"epoch") + len(b'epoch": ') + 1):  # in an array, and the number of the epoch
+        content = bytearray(good)
+        content[place] ^= 1
+        path = partly(tmp_path / f"run{place}", whole, **{"checkpoint.safetensors": bytes(content)})
+        with pytest.raises(RunError, match=r"checkpoint\.safetensors is damaged"):
+            go(path)
+
+
+def test_a_checkpoint_without_a_checksum_is_read(tmp_path, whole):
+    with safetensors.safe_open(whole / "checkpoint.safetensors", framework="numpy") as file:
+        older = {"run": file.metadata()["run"]}
+    path = partly(tmp_path / "run", whole, **{"checkpoint.safetensors": safetensors.numpy.save(arrays(whole), older)})
+    _, said = go(path)
+    assert said == [f"going on with {path} after epoch 3"]
+
+
+def damaged(file: str, whole: Path, how: str) -> bytes | None:
+    good = (whole / file).read_bytes()
+    texts = good.splitlines(keepends=True)
+    if how == "no mode":
+        return json.dumps({k: v for k, v in json.loads(good).items() if k != "mode"}).encode()
+    return {
+        "missing": None,
+        "garbage": b"".join([*texts[:2], b"garbage\n", *texts[2:]]),
+        "no line": b"".join(texts[:2] + texts[3:]),
+        "twice": b"".join([*texts[:3], *texts[2:]]),
+        "last cut": good[:-9],
+        "list": b"".join([*texts[:2], b"[1]\n", *texts[2:]]),
+        "other": b"".join([*texts[:2], b"{}\n", *texts[2:]]),
+        "not text": b"\xff" + good,
+        "empty": b"{}",
+        "a list": b"[]",
+        "half": good[: len(good) // 2],
+    }[how]
+
+
+DAMAGES = [
+    ("metrics.jsonl", how) for how in ("missing", "garbage", "no line", "twice", "last cut", "list", "other", "not text")
+]
+DAMAGES += [("config.json", how) for how in ("no mode", "not text", "empty", "a list")]
+DAMAGES += [("summary.json", how) for how in ("empty", "a list", "half", "not text")]
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGES, ids=lambda value: value)
+def test_a_damaged_file_of_a_run_is_one_sentence_with_its_name(tmp_path, whole, file, how):
+    content = damaged(file, whole, how)
+    path = partly(tmp_path / "run", whole, **{file: content})
+    with pytest.raises(RunError, match=re.escape(str(path / file))) as caught:
+        go(path)
+    assert "\n" not in str(caught.value)
+    assert content is None or (path / file).read_bytes() == content  # nothing was thrown away
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_lines_of_a_stopped_seed_end_where_it_stopped(tmp_path):
+    """They need not reach the checkpoint, but the last one says why."""
+    line = dict.fromkeys(LINE, 0.0) | {"seed": 0, "epoch": 1}
+    with Folder(tmp_path) as folder:
+        folder.append([line])
+        with pytest.raises(RunError, match="lacks lines of seed 0"):
+            folder.lines_until(3, {0: False})
+        folder.append([line | {"epoch": 2, "stopped": {}}])
+        assert len(folder.lines_until(3, {0: False})) == 2
+        with pytest.raises(RunError, match="lacks lines of seed 0"):
+            folder.lines_until(3, {0: True})
+
+
+# --- records
+
+
+@pytest.mark.parametrize("how", ["damaged", "a folder", "below a file"])
+def test_records_that_cannot_be_kept_are_found_before_training(tmp_path, monkeypatch, how):
+    file = tmp_path / "records.jsonl"
+    if how == "a folder":
+        file.mkdir()
+    else:
+        file.write_text("damaged\n")
+    if how == "below a file":
+        monkeypatch.setenv("PCX_RESULTS", str(file / "mine.jsonl"))
+    with pytest.raises(ValueError, match=r"records\.jsonl"):
+        go(tmp_path / "run", on_epoch=lambda *_: pytest.fail("trained"))
+
+
+def test_records_that_must_not_be_written_are_found_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: mode != os.W_OK)  # the tests may run as root
+    with pytest.raises(ValueError, match=r"records\.jsonl, the file of records, cannot be written"):
+        go(tmp_path / "run", on_epoch=lambda *_: pytest.fail("trained"))
+
+
+def test_results_do_not_make_the_files_dirty(tmp_path, monkeypatch):
+    """Runs append to results/; a change elsewhere counts."""
+    for name in ("pcx", "results", "docs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("old")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(record.pcx, "__file__", str(tmp_path / "pcx" / "__init__.py"))
+    for name, dirty in [("results", False), ("docs", True)]:
+        (tmp_path / name / "file").write_text("new")
+        assert record.environment()["dirty"] is dirty
 
 
 # --- one folder, one run

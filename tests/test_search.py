@@ -453,7 +453,7 @@ def test_optuna_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run_command("search", "digits/mlp", "-a", "pc_se")
     assert code == 2
-    assert err == 'error: pcx search needs Optuna; install it with: pip install "pcx[search]"\n'
+    assert err == "error: pcx search needs Optuna; install it in the project's folder with: pip install '.[search]'\n"
 
 
 def test_help_has_examples():

@@ -1,7 +1,6 @@
 """The benchmark from Python: `train` returns arrays, a plot and a table, without a folder unless one is wanted."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,9 @@ def train(
         if sweep:
             raise ConfigError("a sweep has no folder; leave out= away, or run each setting by itself.")
         summary = runs.run(config, data, numbers, Path(out), report=lambda text: None)
-        lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-        loaded = Folder(Path(out)).load(Engine(config, data, numbers, summary["mode"]).init())
-        return Result(config, numbers, lines, loaded[0] if loaded else None)
+        folder = Folder(Path(out))
+        loaded = folder.load(Engine(config, data, numbers, summary["mode"]).init())
+        return Result(config, numbers, folder.lines(), loaded[0] if loaded else None)
     mode, _ = choose_mode(config, data, numbers)
     engine = Engine(config, data, numbers, mode, sweep={k: list(v) for k, v in (sweep or {}).items()})
     done = list(runs.epochs(engine, engine.init(), 0, runs.Progress(len(numbers))))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pcx.bench.cli_bench import bench_app, fail
+from pcx.bench.cli_bench import ALGORITHMS, Algorithm, bench_app, fail
 from pcx.bench.cli_figure import FIGURE_HELP, figure
 from pcx.bench.cli_search import SEARCH_HELP, search
 from pcx.bench.cli_study import STUDY_HELP, study
@@ -27,7 +27,7 @@ app.add_typer(bench_app, name="bench")
 RUN_HELP = """Train a task by an algorithm, evaluate it after every epoch, and record the result.
 
 TASK is dataset/model, such as mnist/mlp, or the name of a table (accuracy): then every cell that can run here and has no
-record yet is run, cheapest first.
+record yet is run, cheapest first; with --algorithm, those of one algorithm.
 
 Examples:
 
@@ -44,9 +44,7 @@ Killed or stopped by Ctrl-C, the same command goes on where it was."""
 def run(
     task: Annotated[str, typer.Argument(help="dataset/model, or the name of a table")],
     pairs: Annotated[list[str] | None, typer.Argument(help="more name=value pairs", hidden=True)] = None,
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", "-a", help="bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc")
-    ] = None,
+    algorithm: Algorithm = None,
     seeds: Annotated[int, typer.Option(help="how many seeds, from 0; they train side by side")] = 1,
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, any setting; several, or repeated")] = None,
@@ -66,12 +64,14 @@ def run(
         if seeds < 1:
             raise ConfigError(f"--seeds is {seeds}; at least one seed is needed.")
         if task in TABLES:
-            run_table(task, seeds, settings, quick)
+            if out is not None:
+                raise ConfigError(f"--out names the folder of one run; each cell of {task} has its own below runs/.")
+            run_table(task, algorithm, seeds, settings, quick)
         elif algorithm is None:
-            raise ConfigError("name an algorithm: --algorithm pc_se (bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc).")
+            raise ConfigError(f"name an algorithm: --algorithm pc_se ({ALGORITHMS}).")
         else:
             run_cell(task, algorithm, seeds, settings, out, quick)
-    except ConfigError as error:
+    except (ConfigError, ValueError, OSError) as error:
         raise fail(error) from None
 
 
@@ -107,10 +107,11 @@ def run_cell(task: str, algorithm: str, seeds: int, settings: dict[str, Any], ou
         raise fail("every seed diverged; lower lr_h or lr_theta.")
 
 
-def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> None:
-    """All cells of a table that can run here and have no record, cheapest first."""
+def run_table(table: str, algorithm: str | None, seeds: int, settings: dict[str, Any], quick: bool) -> None:
+    """All cells of a table (or those of one algorithm) that can run here and have no record, cheapest first."""
     import pcx.data
     import pcx.models
+    from pcx._types import near
     from pcx.bench import record
     from pcx.bench.config import ConfigError
     from pcx.bench.tables import Row, rows_of
@@ -120,6 +121,11 @@ def run_table(table: str, seeds: int, settings: dict[str, Any], quick: bool) -> 
         raise ConfigError(f"the cells of {table} {how}; accuracy can be run.")
     here = {status.name for status in pcx.data.status() if status.present and "train" in status.splits}
     rows = [row for row in rows_of(table, record.read(record.results_file())) if row.metric == "top1"]
+    if algorithm is not None:
+        known = dict.fromkeys(row.algorithm for row in rows)
+        if algorithm not in known:
+            raise ConfigError(f"{table} has no cell by {algorithm!r}; near: {near(algorithm, known)}.")
+        rows = [row for row in rows if row.algorithm == algorithm]
     missing = [row for row in rows if row.final_mean is None]
     possible = [row for row in missing if row.model in pcx.models.names() and row.dataset in here]
     print(f"{len(rows) - len(missing)} of {len(rows)} cells have a record; {len(possible)} can run here")
@@ -206,10 +212,12 @@ def table(
 
     if format_ not in FORMATS:
         raise fail(f"--format is {format_!r}; use {', '.join(FORMATS)}.")
+    if records is not None and not records.exists():
+        raise fail(f"there is no file {records}; --records names a file of records.")
     try:
         default, needed = (speed.file("speed.jsonl"), record.SPEED) if name == "timing" else (record.results_file(), record.RUN)
         rows = rows_of(name, record.read(records or default, needed))
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, OSError) as error:
         raise fail(error) from None
     print(FORMATS[format_](rows).rstrip("\n"))
 

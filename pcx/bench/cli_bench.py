@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+import pcx.algorithms
+
 bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -41,6 +43,8 @@ def refusals(out: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+ALGORITHMS = " ".join(pcx.algorithms.names())
+Algorithm = Annotated[str | None, typer.Option("--algorithm", "-a", help=ALGORITHMS)]
 Precision = Annotated[str, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")]
 Epochs = Annotated[int, typer.Option(help="epochs that count; one more warms up")]
 Random = Annotated[bool, typer.Option("--random", help="random images of the data set's number and shape")]

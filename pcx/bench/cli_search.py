@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pcx.bench.cli_bench import fail
+from pcx.bench.cli_bench import ALGORITHMS, Algorithm, fail
 
 SEARCH_HELP = """Search for the settings of a task and an algorithm, scored on the validation split, never on test.
 
@@ -33,9 +33,7 @@ The folder gets best.json, trials.csv, history.png, importance.png and slices.pn
 def search(
     task: Annotated[str, typer.Argument(help="dataset/model")],
     pairs: Annotated[list[str] | None, typer.Argument(help="more name=value pairs", hidden=True)] = None,
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", "-a", help="bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc")
-    ] = None,
+    algorithm: Algorithm = None,
     trials: Annotated[int | None, typer.Option(help="finished trials in all (default 50; 3 with --quick)")] = None,
     sampler: Annotated[str, typer.Option(help="tpe, random or grid")] = "tpe",
     seeds: Annotated[int, typer.Option(help="seeds of each trial, from 0; the score is their mean")] = 1,
@@ -52,10 +50,10 @@ def search(
     from pcx.bench.config import ConfigError, parse_pairs
 
     if importlib.util.find_spec("optuna") is None:
-        raise fail('pcx search needs Optuna; install it with: pip install "pcx[search]"')
+        raise fail("pcx search needs Optuna; install it in the project's folder with: pip install '.[search]'")
     try:
         if algorithm is None:
-            raise ConfigError("name an algorithm: --algorithm pc_se (bp_se bp_ce pc_se pc_ce ipc pn nn cn mcpc).")
+            raise ConfigError(f"name an algorithm: --algorithm pc_se ({ALGORITHMS}).")
         given: dict[str, Any] = parse_pairs([*(set_ or []), *(pairs or [])])
         given = ({"train_limit": 2000, "epochs": 2} if quick else {}) | given
         given |= {} if epochs is None else {"epochs": epochs}

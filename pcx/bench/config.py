@@ -10,6 +10,8 @@ import pcx.algorithms
 import pcx.models
 from pcx._types import ModelError, near
 
+PRECISIONS = ("float32", "tf32", "bf16", "bf16_state")  # of products; with the last one, of the state of inference too
+
 
 class ConfigError(ValueError):
     """A setting that cannot be meant; the message names it and says what is possible."""
@@ -43,7 +45,7 @@ class Config:
         choices = {
             "schedule": ("warm_up_cosine", "constant"),
             "augmentation": ("none", "crop4_flip", "crop56_flip", "rotate5_flip"),
-            "precision": ("float32", "tf32", "bf16", "bf16_state"),
+            "precision": PRECISIONS,
             "population": ("vmap", "map"),
         }
         for name, allowed in choices.items():

@@ -16,8 +16,12 @@ import safetensors
 import safetensors.numpy
 
 from pcx._model import path_name
+from pcx.bench import record
 from pcx.bench.config import Config
-from pcx.utils import atomic_write
+from pcx.utils import atomic_write, checksum
+
+LINE = {"seed", "epoch", "energies", "test_loss", "test_top1", "seconds", "compile_seconds"}
+SUMMARY = (*record.RUN, "digest", "mode", "diverged", "seconds_per_epoch")
 
 
 class RunError(Exception):
@@ -60,9 +64,9 @@ class Folder:
         if not file.exists():
             return None
         try:
-            found = json.loads(file.read_text())
-            there = _flat(found["config"]) | {"seeds": found["seeds"], "quick": found["quick"]}
-        except (json.JSONDecodeError, KeyError, TypeError):
+            found = json.loads(file.read_bytes())
+            mode, there = found["mode"], _flat(found["config"]) | {"seeds": found["seeds"], "quick": found["quick"]}
+        except (ValueError, KeyError, TypeError):
             raise RunError(f"{file} is not the config of a run; remove {self.path} or choose another --out.") from None
         for name, mine in (_flat(config.as_dict()) | {"seeds": seeds, "quick": quick}).items():
             theirs = there.get(name)
@@ -70,7 +74,20 @@ class Folder:
                 raise RunError(
                     f"{self.path} holds another run: {name} is {theirs} there and {mine} here; choose another --out."
                 )
-        return found["mode"]
+        return mode
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the run, None if it is not finished."""
+        file = self.path / "summary.json"
+        if not file.exists():
+            return None
+        try:
+            found = json.loads(file.read_bytes())
+        except ValueError:
+            found = None
+        if not record.is_record(found, SUMMARY):
+            raise RunError(f"{file} is not the summary of a run; remove it, and the same command writes it again.")
+        return found
 
     def append(self, lines: list[dict[str, Any]]) -> None:
         with open(self.path / "metrics.jsonl", "a") as file:
@@ -78,25 +95,46 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
 
-    def lines(self, last_epoch: int | None = None) -> list[dict[str, Any]]:
-        """The lines so far; with a last epoch, later ones (and a half-written one) are dropped for good."""
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines so far, without a last one that is half written."""
         file = self.path / "metrics.jsonl"
-        kept = []
-        for text in file.read_text().splitlines() if file.exists() else []:
+        texts = file.read_bytes().splitlines() if file.exists() else []
+        lines = []
+        for number, text in enumerate(texts, 1):
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            if last_epoch is None or line["epoch"] <= last_epoch:
-                kept.append(line)
-        if last_epoch is not None:
-            atomic_write(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            except ValueError:
+                if number == len(texts):
+                    break
+                line = None
+            if not isinstance(line, dict) or not line.keys() >= LINE or not isinstance(line["epoch"], int):
+                raise RunError(f"line {number} of {file} is damaged; restore it, or remove {self.path} to start this run anew.")
+            lines.append(line)
+        return lines
+
+    def lines_until(self, epoch: int, training: dict[int, bool]) -> list[dict[str, Any]]:
+        """The lines up to the epoch of the checkpoint; later ones are dropped for good.
+
+        A seed has a line for each epoch, up to that one if it is still ``training``, else up to the one where it stopped.
+        """
+        file = self.path / "metrics.jsonl"
+        kept = [line for line in self.lines() if line["epoch"] <= epoch]
+        for seed, trains in training.items():
+            mine = [line for line in kept if line["seed"] == seed]
+            complete = len(mine) == epoch if trains else bool(mine) and "stopped" in mine[-1]
+            if not complete or [line["epoch"] for line in mine] != list(range(1, len(mine) + 1)):
+                raise RunError(
+                    f"{file} lacks lines of seed {seed}, as the checkpoint is of epoch {epoch}; restore it, or remove "
+                    f"{self.path} to start this run anew."
+                )
+        atomic_write(file, "".join(json.dumps(line) + "\n" for line in kept).encode())
         return kept
 
     def save(self, tree: Any, epoch: int, extra: dict[str, Any]) -> None:
-        """The population after an epoch, with everything needed to go on."""
+        """The population after an epoch, with everything needed to go on, and a checksum."""
         arrays = {name: np.asarray(_plain(leaf)) for name, leaf in _leaves(tree).items()}
-        metadata = {"run": json.dumps({"epoch": epoch, **extra})}
+        run = json.dumps({"epoch": epoch, **extra})
+        metadata = {"run": run, "sha256": _checksum(arrays, run)}
         atomic_write(self.path / "checkpoint.safetensors", safetensors.numpy.save(arrays, metadata))
 
     def load(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -107,9 +145,12 @@ class Folder:
         try:
             with safetensors.safe_open(file, framework="numpy") as opened:
                 found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                extra = json.loads(opened.metadata()["run"])
-        except (safetensors.SafetensorError, KeyError, TypeError) as error:
+                metadata = opened.metadata()
+                extra = json.loads(metadata["run"])
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{file} cannot be read ({error}); remove it to start this run anew.") from error
+        if "sha256" in metadata and metadata["sha256"] != _checksum(found, metadata["run"]):  # older ones have none
+            raise RunError(f"{file} is damaged: its checksum is not the one that was saved; remove it to start this run anew.")
         wanted, structure = _leaves(like), jax.tree.structure(like)
         if wanted.keys() != found.keys() or any(_plain(wanted[n]).shape != found[n].shape for n in wanted):
             raise RunError(f"{file} is of another program; remove {self.path} to start this run anew.")
@@ -121,6 +162,11 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """All settings by their own names."""
     inner = {**config["hyper"], **config["options"]}
     return {name: value for name, value in config.items() if name not in ("hyper", "options")} | inner
+
+
+def _checksum(arrays: dict[str, np.ndarray], run: str) -> str:
+    """Of all that a checkpoint holds."""
+    return checksum(arrays | {"run": np.frombuffer(run.encode(), np.uint8)})
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def _git(*arguments: str) -> str | None:
 def environment() -> dict[str, Any]:
     """Versions, device and commit. Where there is no git, ``$PCX_COMMIT`` may say which commit the files are of."""
     commit = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    everything_but_results = (":/", ":(top,exclude)results")  # runs append there
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *everything_but_results)
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "equinox", "optax", "numpy")
     return {
@@ -59,19 +60,41 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 RUN = ("config", "seeds", "quick", "final", "best", "time")
 SPEED = ("what", "dataset", "model", "algorithm", "precision", "data", "seconds", "quick", "device", "time")
 SCALING = ("what", "stacked", "layers", "seconds", "quick", "device", "time")
+PARTS = {"config": ("dataset", "model", "algorithm"), "final": ("test_top1",), "best": ("test_top1",)}
+
+
+def is_record(found: Any, needed: tuple[str, ...]) -> bool:
+    """Whether this has the ``needed`` names, and each of `PARTS` among them its own."""
+    if not isinstance(found, dict) or any(name not in found for name in needed):
+        return False
+    parts = {name: found[name] for name in PARTS if name in needed}
+    if any(not isinstance(part, dict) or any(inner not in part for inner in PARTS[name]) for name, part in parts.items()):
+        return False
+    scores = [parts[name]["test_top1"] for name in ("final", "best") if name in parts]
+    return all(isinstance(s, dict) and all(isinstance(s.get(n), int | float) for n in ("mean", "std")) for s in scores)
 
 
 def read(path: Path, needed: tuple[str, ...] = RUN) -> list[dict[str, Any]]:
     """All records of a file; a line that lacks one of the ``needed`` names is named."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; records are kept in a file.")
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             found = None
-        if not isinstance(found, dict) or any(name not in found for name in needed):
+        if not is_record(found, needed):
             raise ValueError(f"line {number} of {path} is not a record; remove it or restore the file.")
         records.append(found)
     return records
+
+
+def check(path: Path) -> None:
+    """Refuse a file of records that is damaged or cannot be written, before anything is trained."""
+    read(path)
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        raise ValueError(f"{path}, the file of records, cannot be written; set PCX_RESULTS to another file.")

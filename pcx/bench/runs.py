@@ -153,14 +153,15 @@ def run(
     results: Path | None = None,
 ) -> dict[str, Any]:
     """Train into a folder, or go on with what it holds; returns the summary, which is also appended to the records."""
+    results = results or record.results_file()
+    record.check(results)
     with Folder(path) as folder:
-        finished = path / "summary.json"
         mode = folder.mode_before(config, seeds, quick)
-        if finished.exists():
+        finished = folder.summary()
+        if finished is not None:
             report(f"{path} is finished already")
-            summary = json.loads(finished.read_text())
-            _record_once(results or record.results_file(), summary)
-            return summary
+            _record_once(results, finished)
+            return finished
         if mode is None:
             mode, why = choose_mode(config, data, seeds)
             report(why)
@@ -173,7 +174,7 @@ def run(
             start = extra["epoch"]
             progress.training, progress.best, progress.since = extra["training"], extra["best"], extra["since"]
             report(f"going on with {path} after epoch {start}")
-        lines = folder.lines(last_epoch=start)
+        lines = folder.lines_until(start, dict(zip(seeds, progress.training, strict=True)))
         with Interrupt(report) as interrupt:
             saved = time.monotonic()
             for epoch, population, new in epochs(engine, population, start, progress):  # noqa: B020
@@ -191,8 +192,8 @@ def run(
                     raise Stopped(f"stopped after epoch {epoch} of {config.epochs}; the same command goes on from there")
         summary = summarise(config, seeds, lines, mode, quick)
         plot_curves(lines, config, path / "curves.png")
-        atomic_write(finished, json.dumps(summary, indent=2).encode())
-        _record_once(results or record.results_file(), summary)
+        atomic_write(path / "summary.json", json.dumps(summary, indent=2).encode())
+        _record_once(results, summary)
         return summary
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pcx.models
-from pcx.bench.config import ConfigError
+from pcx.bench.config import PRECISIONS, ConfigError
 from pcx.bench.configs import accuracy, generative, memory, sampling, timing
 from pcx.bench.tasks import configure
 
@@ -110,7 +110,7 @@ def _timed(records: list[dict[str, Any]], dataset: str, model: str, algorithm: s
     fitting = [r for r in records if all(r[name] == value for name, value in wanted.items())]
     ordered = sorted(fitting, key=lambda r: (r["device"]["platform"] != "cpu", r["time"]))
     newest = {r["precision"]: r for r in ordered}
-    return {precision: newest[precision] for precision in sorted(newest, key=["float32", "tf32", "bf16"].index)}
+    return {precision: newest[precision] for precision in sorted(newest, key=list(PRECISIONS).index)}
 
 
 def _generative(records: list[dict[str, Any]]) -> list[Row]:
