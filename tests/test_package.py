@@ -23,7 +23,7 @@ PUBLIC = {
         train_step update_state utils weight_gradient weights zero""",
     "pcx.predictive_coding": "EnergyModule LayerParam STATUS StateParam Vode VodeParam energies",
     "pcx.functional": "cond grad jit scan value_and_grad vmap while_loop",
-    "pcx.utils": "Mask Optim Selection atomic_write clear load_params save_params step",
+    "pcx.utils": "Mask Optim Selection atomic_write checksum clear load_params save_params step",
     "pcx.nn": """AvgPool2d BatchNorm Conv2d ConvTranspose2d Dropout LayerNorm Linear MaxPool2d keys largest_2x2 max_pool_2x2
         next_key seed""",
     "pcx.optim": "NoisyState langevin noisy_heavy_ball second_order_langevin",
