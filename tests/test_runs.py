@@ -265,7 +265,7 @@ def damaged(file: str, whole: Path, how: str) -> bytes | None:
 DAMAGES = [
     ("metrics.jsonl", how) for how in ("missing", "garbage", "no line", "twice", "last cut", "list", "other", "not text")
 ]
-DAMAGES += [("config.json", how) for how in ("no mode", "not text", "empty", "a list")]
+DAMAGES += [("config.json", how) for how in ("missing", "no mode", "not text", "empty", "a list")]
 DAMAGES += [("summary.json", how) for how in ("empty", "a list", "half", "not text")]
 
 

@@ -62,6 +62,9 @@ class Folder:
         """The mode of the run that this folder holds, None if it is new; a folder that holds another run is refused."""
         file = self.path / "config.json"
         if not file.exists():
+            others = [name for name in ("checkpoint.safetensors", "summary.json") if (self.path / name).exists()]
+            if others:
+                raise RunError(f"{file} is missing, but {others[0]} is there; restore it, or remove {self.path} to start anew.")
             return None
         try:
             found = json.loads(file.read_bytes())
