@@ -75,7 +75,7 @@ class Vode(_model.Vode):
 
     def __call__(self, u: Any = None) -> Array:
         """Give the node its prediction and get its value: ``set("u", u)``, then ``get("h")``."""
-        if self._pcx_bound is not None or running:
+        if self._pcx_bound is not None or (running and self._pcx_flags.name is None):
             return super().__call__(u)
         if _current:
             _current[-1].visit(self)

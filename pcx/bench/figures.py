@@ -8,7 +8,7 @@ import numpy as np
 
 from pcx.bench.config import ConfigError
 from pcx.bench.configs import accuracy
-from pcx.bench.plots import _figure
+from pcx.bench.plots import new_figure
 from pcx.bench.tables import FREE, rows_of
 from pcx.bench.tasks import configure
 
@@ -22,7 +22,7 @@ MODELS = {"vgg5": "VGG-5", "vgg7": "VGG-7", "vgg9": "VGG-9", "resnet18": "ResNet
 def depth(records: Sequence[Record]) -> Drawn:
     """Test accuracy against the depth of the model, a panel per data set and a colour per algorithm: the paper's Figure 2."""
     rows = {(row.dataset, row.model, row.algorithm): row for row in rows_of("accuracy", list(records)) if row.metric == "top1"}
-    figure, (panels,) = _figure(len(DATASETS))
+    figure, (panels,) = new_figure(len(DATASETS))
     for axes, (dataset, title) in zip(panels, DATASETS.items(), strict=True):
         for i, algorithm in enumerate(accuracy.ALGORITHMS):
             line = [rows[dataset, model, algorithm] for model in MODELS]
@@ -113,7 +113,7 @@ def skip(records: Sequence[Record]) -> Drawn:
     lines, text = skip_lines(records), []
     if not lines:
         raise ConfigError(f"no record of {SKIP_TASK} by {SKIP_ALGORITHM}; make one with: {skip_command(SKIP_RUNS[0])}")
-    figure, ((axes,),) = _figure(1)
+    figure, ((axes,),) = new_figure(1)
     figure.set_size_inches(6.5, 6)
     for (has_skip, rate, rest), found in lines.items():
         epochs = found["config"]["epochs"]

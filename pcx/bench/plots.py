@@ -8,7 +8,7 @@ import numpy as np
 from pcx.bench.config import Config
 
 
-def _figure(columns: int) -> Any:
+def new_figure(columns: int) -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def curves(lines: list[dict[str, Any]], config: Config, path: Path) -> None:
     """Accuracy, loss and energy per node of one run, over epochs: mean and range over seeds."""
     import matplotlib.pyplot as plt
 
-    figure, ((accuracy, loss, energy),) = _figure(3)
+    figure, ((accuracy, loss, energy),) = new_figure(3)
     for split in ("train", "validation", "test"):
         if f"{split}_top1" in lines[-1]:
             _band(accuracy, [[_percent(v) for v in curve] for curve in _of(lines, f"{split}_top1")], split)
@@ -64,7 +64,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> No
     """Test accuracy of several runs in one picture."""
     import matplotlib.pyplot as plt
 
-    figure, ((axes,),) = _figure(1)
+    figure, ((axes,),) = new_figure(1)
     for name, lines in runs.items():
         _band(axes, [[_percent(v) for v in curve] for curve in _of(lines, "test_top1")], name)
     axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
@@ -77,7 +77,7 @@ def energies(history: Any, path: Path, title: str) -> None:
     """The energy of every node while values settle, from ``pcx.infer(record=pcx.record_energies)``."""
     import matplotlib.pyplot as plt
 
-    figure, ((axes,),) = _figure(1)
+    figure, ((axes,),) = new_figure(1)
     for name, energy in history.items():
         axes.plot(np.asarray(energy).mean(axis=1), label=name)
     axes.set(xlabel="inference step", ylabel="energy (mean over the batch)", yscale="log", title=title)
@@ -91,7 +91,7 @@ def scaling(records: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     titles = {"batch": "batch", "dim": "width", "layers": "depth", "T": "inference steps"}
-    figure, (panels,) = _figure(len(titles))
+    figure, (panels,) = new_figure(len(titles))
     for axes, (parameter, title) in zip(panels, titles.items(), strict=True):
         for stacked in sorted({r["stacked"] for r in records}, reverse=True):
             mine = [r for r in records if r["stacked"] == stacked and r["parameter"] in ("base", parameter)]
@@ -111,7 +111,7 @@ def depth(records: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(r["kind"] for r in records))
-    figure, (panels,) = _figure(len(kinds))
+    figure, (panels,) = new_figure(len(kinds))
     for axes, kind in zip(panels, kinds, strict=True):
         for stacked in sorted({r["stacked"] for r in records}, reverse=True):
             mine = sorted((r for r in records if (r["kind"], r["stacked"]) == (kind, stacked)), key=lambda r: r["layers"])

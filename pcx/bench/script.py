@@ -7,9 +7,9 @@ EXTRA = {"matplotlib", "PIL", "pooch", "rich", "sklearn", "tqdm", "typer"}  # wh
 
 def main() -> None:
     try:
-        from pcx.bench.cli import app
+        from pcx.bench.cli import main as run
 
-        app()
+        run()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRA:

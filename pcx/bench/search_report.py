@@ -11,7 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from pcx.bench.config import Config
-from pcx.bench.plots import _figure
+from pcx.bench.plots import new_figure
 from pcx.bench.search import Plan
 from pcx.bench.tasks import configure
 from pcx.utils import atomic_write
@@ -89,7 +89,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def history(study: optuna.Study, path: Path) -> None:
     """The score of every trial, and the best so far."""
-    figure, ((axes,),) = _figure(1)
+    figure, ((axes,),) = new_figure(1)
     done = sorted(completed(study), key=lambda trial: trial.number)
     scores = [100 * float(trial.value or 0.0) for trial in done]
     axes.plot([trial.number for trial in done], scores, "o", label="trial")
@@ -165,7 +165,7 @@ def importance(study: optuna.Study, path: Path) -> list[str]:
                 )
         except (ImportError, ValueError, RuntimeError) as error:
             return [f"no importance.png: {error}"]
-    figure, ((axes,),) = _figure(1)
+    figure, ((axes,),) = new_figure(1)
     axes.barh(list(found)[::-1], list(found.values())[::-1])
     axes.set(xlabel=f"importance ({method})", title=study.study_name)
     _save(figure, path)

@@ -21,7 +21,7 @@ from pcx.bench.configs.spaces import points as values_of_space
 from pcx.bench.configs.spaces import space_of
 from pcx.bench.engine import Engine
 from pcx.bench.modes import choose_mode
-from pcx.bench.plots import _figure
+from pcx.bench.plots import new_figure
 from pcx.bench.tables import aligned
 from pcx.bench.tasks import configure, hyper_floats
 
@@ -204,7 +204,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     lines, setting = lines_of(records), records[0]["setting"]
     tasks = list(dict.fromkeys(task for task, _ in lines))
     names = sorted({r["value"] for r in records}) if isinstance(records[0]["value"], str) else []
-    figure, (panels,) = _figure(len(tasks))
+    figure, (panels,) = new_figure(len(tasks))
     for (task, algorithm), line in lines.items():
         axes = panels[tasks.index(task)]
         at = [names.index(r["value"]) if names else r["value"] for r in line]
