@@ -122,7 +122,7 @@ Examples:
 
     pcx bench scaling --quick
 
-    pcx bench scaling --part depth
+    pcx bench scaling --part depth --precision bf16_state
 
     pcx bench scaling --draw        the figures again, from the records"""
 
@@ -130,6 +130,7 @@ Examples:
 @bench_app.command(help=SCALING_HELP)
 def scaling(
     part: Annotated[str, typer.Option(help="scaling, depth or both")] = "both",
+    precision: Precision = "tf32",
     quick: Annotated[bool, typer.Option("--quick", help="two points each, few batches; figures are named -quick")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="measure nothing; draw the newest records")] = False,
     out: Annotated[Path | None, typer.Option(help="file of records (default results/scaling.jsonl)")] = None,
@@ -149,7 +150,7 @@ def scaling(
     with refusals(path):
         for name in ("scaling", "depth") if part == "both" else (part,):
             measure = {"scaling": work.scaling, "depth": work.depth}[name]
-            records = work.newest(path, name) if draw else measure(path, quick, say)
+            records = work.newest(path, name) if draw else measure(path, quick, say, precision)
             target = picture if name == "scaling" else picture.with_name(f"depth{suffix}.png")
             {"scaling": plots.scaling, "depth": plots.depth}[name](records, target)
             print(f"{target}: {len(records)} points of {path}")

@@ -1,5 +1,6 @@
 """Pictures of runs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ def energies(history: Any, path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def _series(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The lines of a panel: stacked before not stacked, in each precision, with a label."""
+    for stacked, precision in sorted({(r["stacked"], r["precision"]) for r in records}, reverse=True):
+        mine = [r for r in records if (r["stacked"], r["precision"]) == (stacked, precision)]
+        yield f"{'stacked' if stacked else 'not stacked'}, {precision}", mine
+
+
 def scaling(records: list[dict[str, Any]], path: Path) -> None:
     """Training time relative to the base against the multiplier of one number, stacked and not: the paper's scaling figure."""
     import matplotlib.pyplot as plt
@@ -93,11 +101,10 @@ def scaling(records: list[dict[str, Any]], path: Path) -> None:
     titles = {"batch": "batch", "dim": "width", "layers": "depth", "T": "inference steps"}
     figure, (panels,) = new_figure(len(titles))
     for axes, (parameter, title) in zip(panels, titles.items(), strict=True):
-        for stacked in sorted({r["stacked"] for r in records}, reverse=True):
-            mine = [r for r in records if r["stacked"] == stacked and r["parameter"] in ("base", parameter)]
+        for series, mine in _series([r for r in records if r["parameter"] in ("base", parameter)]):
             mine.sort(key=lambda r: r["multiplier"])
             seconds = [r["seconds"]["median"] for r in mine]
-            label = f"{'stacked' if stacked else 'not stacked'}, {seconds[0]:.3f} to {seconds[-1]:.3f} s"
+            label = f"{series}, {seconds[0]:.3f} to {seconds[-1]:.3f} s"
             axes.plot([r["multiplier"] for r in mine], [s / seconds[0] for s in seconds], "o-", label=label)
         axes.set(xlabel="multiplier", ylabel="time relative to base", title=f"{title}, base {mine[0][parameter]}")
         axes.legend(fontsize=8)
@@ -113,11 +120,11 @@ def depth(records: list[dict[str, Any]], path: Path) -> None:
     kinds = list(dict.fromkeys(r["kind"] for r in records))
     figure, (panels,) = new_figure(len(kinds))
     for axes, kind in zip(panels, kinds, strict=True):
-        for stacked in sorted({r["stacked"] for r in records}, reverse=True):
-            mine = sorted((r for r in records if (r["kind"], r["stacked"]) == (kind, stacked)), key=lambda r: r["layers"])
+        for series, mine in _series([r for r in records if r["kind"] == kind]):
+            mine.sort(key=lambda r: r["layers"])
             milliseconds = [1e3 * r["seconds"]["median"] for r in mine]
             grown = milliseconds[-1] / milliseconds[0]
-            label = f"{'stacked' if stacked else 'not stacked'}, × {grown:.2f} from {mine[0]['layers']} to {mine[-1]['layers']}"
+            label = f"{series}, × {grown:.2f} from {mine[0]['layers']} to {mine[-1]['layers']}"
             axes.plot([r["layers"] for r in mine], milliseconds, "o-", label=label)
         axes.set(xlabel="layers", ylabel="ms per inference", xscale="log", yscale="log", title=f"{kind}, T = {mine[0]['T']}")
         axes.set_xticks([r["layers"] for r in mine], [str(r["layers"]) for r in mine], minor=False)

@@ -4,8 +4,10 @@ The model is a row of equal dense layers with relu. All nodes start at zero, so 
 step on and nothing can be left out; what remains is whether equal layers are computed one after the other or as one stack.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pcx
 import pcx.nn as pxnn
 from pcx._types import ALL_SHORTCUTS, Shortcuts
 from pcx.bench import record
-from pcx.bench.config import ConfigError
+from pcx.bench.config import PRECISIONS, ConfigError
 from pcx.bench.engine import PRECISION
 from pcx.bench.speed import Say, stamp, summary
 from pcx.predictive_coding import EnergyModule, Vode
@@ -54,17 +56,18 @@ def build(dim: int, layers: int, residual: bool = False) -> EqualLayers:
         return EqualLayers(dim, layers, residual)
 
 
-def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked: bool) -> tuple[Any, Any]:
+def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked: bool, precision: str) -> tuple[Any, Any]:
     """A training epoch on random data as one function, and its first arguments; it returns what goes in again."""
     model = build(dim, layers)
     optimiser = optax.adamw(LR_THETA, weight_decay=WEIGHT_DECAY)
     x, y = jax.random.normal(jax.random.key(1), (2, batches, batch, dim))
     options = {"state_optimiser": optax.sgd(LR_H), "weight_optimiser": optimiser, "steps": T, "init": "zeros"}
+    options |= {"shortcuts": SHORTCUTS[stacked]} | _state_dtype(precision)
 
     def step(carry: Any, data: Any) -> Any:
         model, state = carry
         observed = {f"vodes.{layers - 1}": data[1]}
-        done = pcx.train_step(model, data[0], observed, weight_state=state, shortcuts=SHORTCUTS[stacked], **options)
+        done = pcx.train_step(model, data[0], observed, weight_state=state, **options)
         return (done.model, done.optimiser_state), None
 
     def epoch(carry: Any, data: Any) -> Any:
@@ -73,7 +76,9 @@ def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked:
     return epoch, ((model, optimiser.init(pcx.weights(model))), (x, y))
 
 
-def make_inference(batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool) -> tuple[Any, Any]:
+def make_inference(
+    batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool, precision: str
+) -> tuple[Any, Any]:
     """Inference again and again as one function, and its first arguments; the input of each call depends on the last one.
 
     What is handed on is the sum of all values: with less, the compiler would leave out the layers that did not reach it.
@@ -81,33 +86,49 @@ def make_inference(batch: int, dim: int, layers: int, T: int, calls: int, kind: 
     model = build(dim, layers, kind == "residual")
     x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
     last = f"vodes.{layers - 1}"
-
-    def call(model: Any, x: Any, y: Any) -> Any:
-        options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": SHORTCUTS[stacked]}
-        values = pcx.infer(model, x, {last: y}, **options).values
-        return sum(jnp.sum(value) for value in values.values())
+    options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": SHORTCUTS[stacked]}
+    options |= _state_dtype(precision)
 
     def repeat(model: Any, x: Any, y: Any, total: Any) -> Any:
         def body(total: Any, _: Any) -> Any:
-            return call(model, x + 1e-9 * total, y), None
+            values = pcx.infer(model, x + 1e-9 * total, {last: y}, **options).values
+            return sum(jnp.sum(value) for value in values.values()), None
 
         return model, x, y, jax.lax.scan(body, total, length=calls)[0]
 
-    return repeat, (model, x, y, call(model, x, y))
+    return repeat, (model, x, y, jnp.zeros((), x.dtype))
 
 
-def measure(function: Callable[..., Any], arguments: Any, epochs: int) -> tuple[dict[str, Any], float]:
-    """Seconds per call of the compiled function (products in tf32), the first one left out, and seconds of compiling."""
-    start = time.perf_counter()
-    with jax.default_matmul_precision(PRECISION["tf32"]):
-        program = jax.jit(function).lower(*arguments).compile()
-    compiling = time.perf_counter() - start
+def _state_dtype(precision: str) -> dict[str, Any]:
+    return {"state_dtype": jnp.bfloat16} if precision == "bf16_state" else {}
+
+
+def compiled(jobs: list[tuple[Any, Any]], precision: str) -> Iterator[tuple[Any, Any]]:
+    """Of every function and its arguments the program and the arguments; the programs are compiled side by side."""
+
+    def compile_one(job: tuple[Any, Any]) -> Any:
+        with jax.default_matmul_precision(PRECISION[precision]):
+            return jax.jit(job[0]).lower(*job[1]).compile()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(compile_one, jobs))
+    return zip(programs, (arguments for _, arguments in jobs), strict=True)
+
+
+def measure(program: Any, arguments: Any, epochs: int) -> dict[str, Any]:
+    """Seconds per call of a compiled program, the first one left out."""
     seconds = []
     for _ in range(epochs + 1):
         start = time.perf_counter()
         arguments = jax.block_until_ready(program(*arguments))
         seconds.append(time.perf_counter() - start)
-    return summary(seconds[1:]), compiling
+    return summary(seconds[1:])
+
+
+def check_precision(precision: str) -> None:
+    """Refuse a precision that is none."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"--precision is {precision!r}; use {', '.join(PRECISIONS)}.")
 
 
 def points(multipliers: tuple[int, ...]) -> Iterator[tuple[str, int, dict[str, int]]]:
@@ -119,52 +140,50 @@ def points(multipliers: tuple[int, ...]) -> Iterator[tuple[str, int, dict[str, i
                 yield name, multiplier, BASE | {name: multiplier * BASE[name]}
 
 
-def scaling(out: Path, quick: bool, say: Say) -> list[dict[str, Any]]:
+def scaling(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dict[str, Any]]:
     """Training time against batch, width, depth and inference steps, with and without stacking; one record each."""
+    check_precision(precision)
     batches, epochs, multipliers = (8, 1, (1, 2)) if quick else (BATCHES, EPOCHS, MULTIPLIERS)
+    chosen: list[dict[str, Any]] = [
+        {"precision": precision, "parameter": parameter, "multiplier": multiplier, "stacked": stacked, **sizes}
+        for stacked in (True, False)
+        for parameter, multiplier, sizes in points(multipliers)
+    ]
+    say(f"compiling {len(chosen)} programs")
+    arguments = ("batch", "dim", "layers", "T", "stacked", "precision")
+    jobs = [make_epoch(**{name: point[name] for name in arguments}, batches=batches) for point in chosen]
     records = []
-    for stacked in (True, False):
-        for parameter, multiplier, sizes in points(multipliers):
-            function, arguments = make_epoch(**sizes, batches=batches, stacked=stacked)
-            seconds, compiling = measure(function, arguments, epochs)
-            point = {
-                "precision": "tf32",
-                "parameter": parameter,
-                "multiplier": multiplier,
-                "stacked": stacked,
-                "batches": batches,
-                **sizes,
-            }
-            times = {"seconds": seconds, "compile_seconds": compiling, "precision": "tf32"}
-            records.append(stamp("scaling", quick) | point | times)
-            record.append(out, records[-1])
-            say(f"{parameter} × {multiplier}{'' if stacked else ', not stacked'}: {seconds['median']:.4f} s per epoch")
+    for point, (program, first) in zip(chosen, compiled(jobs, precision), strict=True):
+        seconds = measure(program, first, epochs)
+        records.append(stamp("scaling", quick) | point | {"batches": batches, "seconds": seconds})
+        record.append(out, records[-1])
+        title = f"{point['parameter']} × {point['multiplier']}{'' if point['stacked'] else ', not stacked'}"
+        say(f"{title}: {seconds['median']:.4f} s per epoch")
     return records
 
 
-def depth(out: Path, quick: bool, say: Say) -> list[dict[str, Any]]:
+def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dict[str, Any]]:
     """Time of the inference phase against the number of equal layers; one record each."""
+    check_precision(precision)
     calls, epochs, depths = (2, 1, (4, 8)) if quick else (CALLS, EPOCHS, DEPTHS)
-    records: list[dict[str, Any]] = []
-    for kind in KINDS:
-        for stacked in (True, False):
-            first = 0.0
-            for layers in depths:
-                function, arguments = make_inference(**DEPTH_BASE, layers=layers, calls=calls, kind=kind, stacked=stacked)
-                whole, compiling = measure(function, arguments, epochs)
-                seconds = summary([second / calls for second in whole["each"]])
-                first = first or seconds["median"]
-                point = {"kind": kind, "layers": layers, "stacked": stacked, "calls": calls, **DEPTH_BASE}
-                times = {
-                    "seconds": seconds,
-                    "ratio": seconds["median"] / first,
-                    "compile_seconds": compiling,
-                    "precision": "tf32",
-                }
-                records.append(stamp("depth", quick) | point | times)
-                record.append(out, records[-1])
-                text = f"{1e3 * seconds['median']:.3f} ms per call, {times['ratio']:.2f} times {depths[0]} layers"
-                say(f"{kind} of {layers} layers{'' if stacked else ', not stacked'}: {text}")
+    chosen: list[dict[str, Any]] = [
+        {"precision": precision, "kind": kind, "layers": layers, "stacked": stacked, "calls": calls, **DEPTH_BASE}
+        for kind in KINDS
+        for stacked in (True, False)
+        for layers in depths
+    ]
+    say(f"compiling {len(chosen)} programs")
+    records, first = list[dict[str, Any]](), 0.0
+    jobs = [make_inference(**point) for point in chosen]
+    for point, (program, arguments) in zip(chosen, compiled(jobs, precision), strict=True):
+        whole = measure(program, arguments, epochs)
+        seconds = summary([second / calls for second in whole["each"]])
+        first = seconds["median"] if point["layers"] == depths[0] else first
+        ratio = seconds["median"] / first
+        records.append(stamp("depth", quick) | point | {"seconds": seconds, "ratio": ratio})
+        record.append(out, records[-1])
+        text = f"{1e3 * seconds['median']:.3f} ms per call, {ratio:.2f} times {depths[0]} layers"
+        say(f"{point['kind']} of {point['layers']} layers{'' if point['stacked'] else ', not stacked'}: {text}")
     return records
 
 
@@ -174,6 +193,6 @@ def newest(path: Path, what: str) -> list[dict[str, Any]]:
     if not records:
         raise ConfigError(f"there are no records of {what} in {path}; measure first, without --draw and --quick.")
     kind = max(records, key=lambda r: r["time"])["device"]["kind"]
-    identity = ("parameter", "multiplier", "kind", "layers", "stacked")
+    identity = ("parameter", "multiplier", "kind", "layers", "stacked", "precision")
     here = sorted((r for r in records if r["device"]["kind"] == kind), key=lambda r: r["time"])
     return list({tuple(r.get(name) for name in identity): r for r in here}.values())
