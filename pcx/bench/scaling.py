@@ -4,10 +4,8 @@ The model is a row of equal dense layers with relu. All nodes start at zero, so 
 step on and nothing can be left out; what remains is whether equal layers are computed one after the other or as one stack.
 """
 
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +101,13 @@ def _state_dtype(precision: str) -> dict[str, Any]:
     return {"state_dtype": jnp.bfloat16} if precision == "bf16_state" else {}
 
 
-def compiled(jobs: list[tuple[Any, Any]], precision: str) -> Iterator[tuple[Any, Any]]:
-    """Of every function and its arguments the program and the arguments; the programs are compiled side by side."""
+def compiled(job: tuple[Any, Any], precision: str) -> tuple[Any, Any]:
+    """The program of a function and its arguments, and the arguments.
 
-    def compile_one(job: tuple[Any, Any]) -> Any:
-        with jax.default_matmul_precision(PRECISION[precision]):
-            return jax.jit(job[0]).lower(*job[1]).compile()
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = list(pool.map(compile_one, jobs))
-    return zip(programs, (arguments for _, arguments in jobs), strict=True)
+    One after the other: the compiler times kernels to choose among them, and a busy device would mislead it.
+    """
+    with jax.default_matmul_precision(PRECISION[precision]):
+        return jax.jit(job[0]).lower(*job[1]).compile(), job[1]
 
 
 def measure(program: Any, arguments: Any, epochs: int) -> dict[str, Any]:
@@ -149,12 +144,11 @@ def scaling(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[d
         for stacked in (True, False)
         for parameter, multiplier, sizes in points(multipliers)
     ]
-    say(f"compiling {len(chosen)} programs")
     arguments = ("batch", "dim", "layers", "T", "stacked", "precision")
-    jobs = [make_epoch(**{name: point[name] for name in arguments}, batches=batches) for point in chosen]
     records = []
-    for point, (program, first) in zip(chosen, compiled(jobs, precision), strict=True):
-        seconds = measure(program, first, epochs)
+    for point in chosen:
+        job = make_epoch(**{name: point[name] for name in arguments}, batches=batches)
+        seconds = measure(*compiled(job, precision), epochs)
         records.append(stamp("scaling", quick) | point | {"batches": batches, "seconds": seconds})
         record.append(out, records[-1])
         title = f"{point['parameter']} × {point['multiplier']}{'' if point['stacked'] else ', not stacked'}"
@@ -172,11 +166,9 @@ def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dic
         for stacked in (True, False)
         for layers in depths
     ]
-    say(f"compiling {len(chosen)} programs")
     records, first = list[dict[str, Any]](), 0.0
-    jobs = [make_inference(**point) for point in chosen]
-    for point, (program, arguments) in zip(chosen, compiled(jobs, precision), strict=True):
-        whole = measure(program, arguments, epochs)
+    for point in chosen:
+        whole = measure(*compiled(make_inference(**point), precision), epochs)
         seconds = summary([second / calls for second in whole["each"]])
         first = seconds["median"] if point["layers"] == depths[0] else first
         ratio = seconds["median"] / first
