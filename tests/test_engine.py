@@ -139,6 +139,16 @@ def test_one_step_of_a_population_equals_the_lone_steps(dtype):
         assert_metrics(metrics, i, own, 0)
 
 
+@pytest.mark.parametrize(("task", "setting", "looped"), [
+    ("digits/mlp", "auto", False), ("digits/mlp", "map", True), ("cifar10/vgg5", "auto", True), ("cifar10/vgg5", "vmap", False),
+])  # fmt: skip
+def test_members_with_convolutions_are_looped_over(task, setting, looped):
+    images = np.zeros((130, 3, 32, 32) if "vgg5" in task else (130, 1, 8, 8), np.uint8)
+    split = Split(images, np.zeros(130, np.int32))
+    data = DataSet(task.split("/")[0], split, split, 10, ())
+    assert Engine(configure(task, "pc_se", population=setting), data, [0, 1]).looped is looped
+
+
 def test_one_epoch_of_a_population_equals_the_lone_epochs_in_float64():
     _, _, after, _, metrics = trained("float64", "host", (3, 7))
     assert after.step.tolist() == [6, 6]

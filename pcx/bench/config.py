@@ -33,7 +33,7 @@ class Config:
     validation: float = 0.0
     patience: int = 0
     precision: str = "float32"
-    population: str = "vmap"
+    population: str = "auto"
     energy_limit: float = 1e8
     train_limit: int = 0
 
@@ -46,7 +46,7 @@ class Config:
             "schedule": ("warm_up_cosine", "constant"),
             "augmentation": ("none", "crop4_flip", "crop56_flip", "rotate5_flip"),
             "precision": PRECISIONS,
-            "population": ("vmap", "map"),
+            "population": ("auto", "vmap", "map"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

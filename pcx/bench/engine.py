@@ -1,9 +1,10 @@
 """The engine: one epoch of a whole population as one compiled program.
 
 A population is several members (seeds, or settings) that train side by side: an axis that is mapped (``vmap``, one batched
-program) or looped over (``map``). The data set lies on the device as uint8; shuffling, gathering and augmentation are part of
-the program. Three ways to run an epoch are known (`MODES`); `choose_mode` measures once which is fastest here. A data set that
-is too large for the device stays on the host (mode ``stream``), which sends the batches of some steps at a time.
+program) or looped over (``map``); by default, convolutions are looped over. The data set lies on the device as uint8;
+shuffling, gathering and augmentation are part of the program. Three ways to run an epoch are known (`MODES`); `choose_mode`
+measures once which is fastest here. A data set that is too large for the device stays on the host (mode ``stream``), which
+sends the batches of some steps at a time.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pcx.algorithms
 from pcx._free_energy import output_node, run
+from pcx._model import weights
 from pcx._types import Key, near
 from pcx.algorithms import State, stream
 from pcx.algorithms._common import ENERGY
@@ -113,8 +115,13 @@ class Engine:
             raise ConfigError(f"the sweep of {name} has {len(values)} values for {self.members} members; give one for each.")
 
     def _look(self) -> None:
-        """Find the names of the nodes, without computing anything."""
+        """Find the names of the nodes, and how members are mapped, without computing anything.
+
+        Kernels of a convolution that differ between members would make it a grouped one, which is slow.
+        """
         model = build_model(self.config, self.shape, self.classes, jax.random.key(0))
+        kernels = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
+        self.looped = kernels if self.config.population == "auto" else self.config.population == "map"
         example = jnp.zeros((2, *self.shape))
         self.output = output_node(model, example)
         self.nodes = list(run(model, {}, example).values)
@@ -202,7 +209,7 @@ class Engine:
             if self.members == 1:
                 alone = function(*jax.tree.map(lambda a: a[0], own), *rest)
                 return jax.tree.map(lambda a: a[None], alone)
-            if self.config.population == "map":
+            if self.looped:
                 return jax.lax.map(lambda own: function(*own, *rest), own)
             return jax.vmap(function, in_axes=(0,) * len(own) + (None,) * shared)(*own, *rest)
 
