@@ -7,6 +7,7 @@ errors and the update: nothing is written but the new values. Needs a GPU (Palla
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,16 @@ CALLS = 200
 
 
 def step(below: Any, h: Any, above: Any, w: Any, b: Any, w_above: Any, b_above: Any) -> Any:
-    """The values of one node after a step: the two energies that it is part of, differentiated."""
+    """The values of one node after a step: the two energies that it is part of, differentiated.
+
+    Products of float32 weights are in tf32: without a precision, Triton's would be in float32 proper, on slow cores.
+    """
+    below, h, above = (value.astype(jnp.float32) for value in (below, h, above))
 
     def prediction(w: Any, b: Any, h: Any) -> Any:
-        return jax.nn.relu(jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))) + b)
+        options = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.float32}
+        product = jax.lax.dot_general(h.astype(w.dtype), w, (((1,), (1,)), ((), ())), **options)
+        return jax.nn.relu(product + b)
 
     def energy(h: Any) -> Any:
         error, error_above = h - prediction(w, b, below), above - prediction(w_above, b_above, h)
@@ -36,7 +43,9 @@ def step(below: Any, h: Any, above: Any, w: Any, b: Any, w_above: Any, b_above: 
     return h - LR_H * jax.grad(energy)(h)
 
 
-def inference(layers: int, rows: int, warps: int, batch: int, dim: int, T: int, interpret: bool) -> Callable[..., Any]:
+def inference(
+    layers: int, rows: int, warps: int, batch: int, dim: int, T: int, interpret: bool, dtype: Any = jnp.float32
+) -> Callable[..., Any]:
     """T steps on an array of input, values and target, one kernel each; ``rows`` samples per block."""
 
     def kernel(below: Any, h: Any, above: Any, w: Any, b: Any, w_above: Any, b_above: Any, out: Any) -> None:
@@ -44,7 +53,7 @@ def inference(layers: int, rows: int, warps: int, batch: int, dim: int, T: int, 
 
         @pl.when((node > 0) & (node < layers))
         def _() -> None:
-            out[...] = step(below[...], h[...], above[...], w[...], b[...], w_above[...], b_above[...])
+            out[...] = step(below[...], h[...], above[...], w[...], b[...], w_above[...], b_above[...]).astype(dtype)
 
         @pl.when((node == 0) | (node == layers))
         def _() -> None:
@@ -58,7 +67,7 @@ def inference(layers: int, rows: int, warps: int, batch: int, dim: int, T: int, 
 
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((layers + 1, batch, dim), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((layers + 1, batch, dim), dtype),
         grid=(layers + 1, batch // rows),
         in_specs=[
             values(-1),
@@ -97,6 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 64])
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 64, 32])
+    parser.add_argument("--warps", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of values and weights")
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--interpret", action="store_true", help="without a GPU: slow, to check the result only")
     parser.add_argument("--out", type=Path, default=Path("results/one_kernel.jsonl"))
@@ -108,18 +119,20 @@ def main() -> None:
         x, y = jax.random.normal(jax.random.key(1), (2, 1, batch, dim))
         state = jnp.concatenate([x, jnp.zeros((layers - 1, batch, dim)), y])
         times = {}
-        for rows in options.rows:
-            run = inference(layers, rows, 8, batch, dim, T, options.interpret)
+        for rows, warps, name in itertools.product(options.rows, options.warps, options.dtypes):
+            run = inference(layers, rows, warps, batch, dim, T, options.interpret, jnp.dtype(name))
 
             def repeat(state: Any, w: Any, b: Any, run: Any = run) -> Any:
-                def body(first: Any, _: Any) -> Any:
-                    return run(state.at[1].set(1e-3 * first), w, b)[1], None
+                def body(state: Any, _: Any) -> Any:
+                    return run(state, w, b), None
 
-                return jax.lax.scan(body, state[1], length=options.calls)[0]
+                return jax.lax.scan(body, state, length=options.calls)[0]
 
-            times[f"one kernel, {rows} samples a block"] = seconds(repeat, state, w, b) / options.calls
+            arguments = (array.astype(name) for array in (state, w, b))
+            cell = f"one kernel, {rows} samples and {warps} warps a block, {name}"
+            times[cell] = seconds(repeat, *arguments) / options.calls
         with jax.default_matmul_precision("tensorfloat32"):
-            stacked, arguments = make_inference(batch, dim, layers, T, options.calls, "chain", True)
+            stacked, arguments = make_inference(batch, dim, layers, T, options.calls, "chain", True, "tf32")
             times["stacked"] = seconds(stacked, *arguments) / options.calls
         cell = {"what": "one kernel", "layers": layers, "seconds": times, **DEPTH_BASE}
         record.append(options.out, cell | record.environment())
