@@ -129,8 +129,8 @@ def main() -> None:
                 return jax.lax.scan(body, state, length=options.calls)[0]
 
             arguments = (array.astype(name) for array in (state, w, b))
-            cell = f"one kernel, {rows} samples and {warps} warps a block, {name}"
-            times[cell] = seconds(repeat, *arguments) / options.calls
+            label = f"one kernel, {rows} samples and {warps} warps a block, {name}"
+            times[label] = seconds(repeat, *arguments) / options.calls
         with jax.default_matmul_precision("tensorfloat32"):
             stacked, arguments = make_inference(batch, dim, layers, T, options.calls, "chain", True, "tf32")
             times["stacked"] = seconds(stacked, *arguments) / options.calls
