@@ -41,6 +41,13 @@ def as_inputs(x: Any) -> tuple[Any, ...]:
     return () if x is None else x if isinstance(x, tuple) else (x,)
 
 
+def by_name(what: str, given: Any) -> Mapping[str, Any]:
+    """A mapping from names of nodes, empty where none is given."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ModelError(f"{what} is of type {type(given).__name__}; it maps names of nodes to arrays, as in {{'vodes.2': y}}.")
+    return given or {}
+
+
 def batch_size(x: Any, *given: Mapping[str, Any] | None, batch: int | None = None) -> int:
     """The common leading axis of inputs and values."""
     sizes: dict[str, int] = {} if batch is None else {"batch=": batch}
@@ -50,7 +57,7 @@ def batch_size(x: Any, *given: Mapping[str, Any] | None, batch: int | None = Non
     for label, part in named_parts:
         for leaf in jax.tree.leaves(part):
             if jnp.ndim(leaf) == 0:
-                raise ModelError(f"{label} is a single number; everything given to the core has a leading batch axis.")
+                raise ModelError(f"{label} is a number, or a list of them; the core takes arrays with a leading batch axis.")
             sizes[label] = jnp.shape(leaf)[0]
     if not sizes:
         raise ModelError("nothing is given that has a batch axis; pass batch=, the number of samples.")
@@ -95,21 +102,14 @@ def run(
     its prediction. So ``run(model, {}, x)`` is the forward pass, and with all values given it is prediction: all
     ``u_l = f_l(h_parents)`` at once. ``x`` is one input, a tuple of several, or None.
     """
-    return execute(model, values, x, errors or {}, {}, key, training, batch)
+    return execute(model, values, x, errors, {}, key, training, batch)
 
 
-def execute(
-    model: Any,
-    values: Observations,
-    x: Any,
-    errors: Observations,
-    starts: Mapping[str, InitFunction],
-    key: Key,
-    training: bool,
-    batch: int | None,
-) -> Run:
+def execute(model: Any, values: Observations, x: Any, errors: Observations | None, starts: Mapping[str, InitFunction], key: Key,
+            training: bool, batch: int | None) -> Run:  # fmt: skip
     """`run`, with rules for nodes that start by themselves."""
     refuse_shared(model)
+    values, errors = by_name("values", values), by_name("errors", errors)
     both = sorted(set(values) & set(errors))
     if both:
         raise ModelError(f"node {both[0]!r} is given a value and an error; give one of them.")
@@ -297,9 +297,9 @@ def energies(
     per unit, or a function of the inference step.
     """
     objective = make_objective(model, energy, precision)
-    for name in errors or {}:
+    for name in by_name("errors", errors):
         _refuse_cross_entropy(name, objective.energy.get(name))
-    done = execute(model, values, x, errors or {}, {}, key, training, batch)
+    done = execute(model, values, x, errors, {}, key, training, batch)
     return factor_energies(objective.factors(model, done.values, step), done.values, done.predictions)
 
 

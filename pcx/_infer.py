@@ -19,6 +19,7 @@ from pcx._free_energy import (
     Objective,
     batch_size,
     begin,
+    by_name,
     execute,
     factor_energies,
     freeze_state,
@@ -81,31 +82,30 @@ def infer(
         state_dtype: keep the way from the start, and the optimiser's state, in this dtype. In bfloat16 it has half the bytes;
             starts, predictions and errors stay in the dtype of the weights.
     """
-    if steps < 0:
-        raise ModelError(f"steps is {steps}; inference takes zero or more steps.")
+    if not hasattr(steps, "__index__") or steps < 0:
+        raise ModelError(f"steps is {steps!r}; inference takes zero or more steps, a whole number.")
     objective = make_objective(model, energy, precision)
-    given = {name: part for name, part in (observed or {}).items() if not callable(part)}
-    batch = batch_size(x, given, values, batch=batch)
+    observed = by_name("observed", observed)
+    given = {name: part for name, part in observed.items() if not callable(part)}
+    batch = batch_size(x, given, by_name("values", values), batch=batch)
     start = begin(model, x, given, init, key, training, batch)
     fixed = observe(model, given, start.values)
     if values is not None:
         start = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
-    for name in [*((observed or {}).keys() - given.keys()), *(optimiser if isinstance(optimiser, Mapping) else ())]:
+    for name in [*(observed.keys() - given.keys()), *(optimiser if isinstance(optimiser, Mapping) else ())]:
         if name not in start.values:
-            raise ModelError(
-                f"the model has no node {name!r} to observe or to give an optimiser; near: {near(name, start.values)}."
-            )
-    for name in (observed or {}).keys() - given.keys():
+            raise ModelError(f"there is no node {name!r} to observe or to give an optimiser; near: {near(name, start.values)}.")
+    for name in observed.keys() - given.keys():
         if name not in graph(model, x).sinks:
-            raise ModelError(
-                f"node {name!r} is fixed to a function of its prediction, but other nodes read it; give it a value."
-            )
-        target = {name: observed[name](start.predictions[name])}  # type: ignore[index]
+            raise ModelError(f"node {name!r} is fixed to a function of its prediction, but other nodes read it; give a value.")
+        target = {name: observed[name](start.predictions[name])}
         fixed |= observe(model, target, start.values)
         start = start._replace(values=start.values | fixed)
     frozen = freeze_state(model, start.state)
     task = _Task(frozen, (x, key, training), objective, start, fixed, shortcuts, state_dtype)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
+    if not hasattr(chosen, "update"):
+        raise ModelError(f"optimiser is {optimiser!r}; it is one of optax's, such as optax.sgd(0.1), or one per node.")
     chosen = chosen if state_dtype is None else steady(chosen)
     rules = start_rules(model, init)
     at_prediction = {name for name in start.values if rules[name] is forward and name not in fixed}

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -38,6 +39,16 @@ def refuses(*words: str, models: Any = ()) -> Iterator[None]:
     assert snapshot(*models) == before
     assert bits(list(models)) == arrays
     assert not tracers(*models)
+
+
+@contextmanager
+def untyped() -> Iterator[None]:
+    """Without the checks of types that this suite adds: users do not have them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def infer(model: Any, x: Any, y: Any, **options: Any) -> Any:
@@ -91,7 +102,7 @@ def test_the_core_refuses_one_sample_without_a_batch_axis():
     model = Chain(DIMS)
     with refuses("Chain failed", r"shape \(\)", "batch axis", models=[model]):
         pcx.run(model, {}, jnp.ones(4))
-    with refuses("input 0", "single number", "leading batch axis", models=[model]):
+    with refuses("input 0", "is a number", "leading batch axis", models=[model]):
         pcx.run(model, {}, 3.0)
 
 
@@ -548,3 +559,30 @@ def test_an_empty_batch_cannot_train():
     model = Chain(DIMS)
     with refuses("no samples", models=[model]):
         train(model, jnp.zeros((0, 4)), jnp.zeros((0, 3)))
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"optimiser": None}, ["optimiser is None", r"optax\.sgd"]),
+    ({"optimiser": 0.1}, [r"optimiser is 0\.1", r"optax\.sgd"]),
+    ({"steps": 2.5}, [r"steps is 2\.5", "whole number"]),
+    ({"steps": -1}, ["steps is -1", "zero or more"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG, ids=lambda part: str(part)[:30])
+def test_settings_of_inference_that_cannot_be_meant(options, words):
+    model, (x, y) = Chain(DIMS), batch(4, 3)
+    with untyped(), refuses(*words, models=(model,)):
+        infer(model, x, y, **options)
+
+
+def test_a_bare_array_or_list_instead_of_names():
+    model, (x, y) = Chain(DIMS), batch(4, 3)
+    options = {"optimiser": RULE, "steps": 2}
+    with untyped():
+        for give in (lambda: pcx.infer(model, x, y, **options), lambda: pcx.infer(model, x, {}, values=y, **options),
+                     lambda: pcx.energies(model, y, x), lambda: pcx.run(model, {}, x, errors=y)):  # fmt: skip
+            with refuses("is of type ArrayImpl", "names of nodes to arrays", models=(model,)):
+                give()
+        with refuses("input 0", "list", "leading batch axis", models=(model,)):
+            pcx.run(model, {}, np.asarray(x).tolist())

@@ -94,7 +94,7 @@ def test_batch_sizes():
         pcx.run(model, {}, jnp.ones((7, 3)), batch=5)
     with pytest.raises(pcx.ModelError, match="pass batch="):
         pcx.run(Sum(), {})
-    with pytest.raises(pcx.ModelError, match="'root' is a single number"):
+    with pytest.raises(pcx.ModelError, match="'root' is a number, or a list"):
         pcx.run(Sum(), {"root": jnp.array(1.0)})
     with pytest.raises(pcx.ModelError, match="on one sample with input of shape"):
         pcx.run(model, {}, jnp.ones(3))
