@@ -485,7 +485,7 @@ def failure(model: Any, inputs: Any, after: str | None, error: Exception) -> Mod
     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(inputs) if hasattr(leaf, "shape")) or "nothing"
     place = f"after node {after!r}" if after else "before its first node"
     return ModelError(
-        f"{type(model).__name__} failed {place}, on one sample with input of shape {shapes}: {error} "
+        f"{type(model).__name__} failed {place}, on one sample with input of shape {shapes}: {' '.join(map(str, error.args))} "
         "(A model is written for one sample; what pcx.run and pxf.vmap take has a batch axis in front.)"
     )
 

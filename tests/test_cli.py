@@ -104,6 +104,10 @@ def test_help_has_examples(command, parts):
         (["digits/mlp", "-a", "pc_se", "--set", "patience=3"], ["patience", "validation=0.1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "schedule=linear"], ["schedule is 'linear'", "warm_up_cosine, constant"]),
         (["digits/mlp", "-a", "pc_se", "--set", "population=pmap"], ["population is 'pmap'", "vmap, map"]),
+        (
+            ["iris/vgg5", "-a", "pc_se"],
+            ["vgg5 cannot take samples of shape (4,) of iris: Input to `Conv` needs to have rank 3,"],
+        ),
         (["digits/mlp", "-a", "pc_se", "--set", "activation=rleu"], ["'rleu'", "relu"]),
         (["digits/mlp", "-a", "pc_se", "--set", "loss=mse"], ["loss", "'mse'", "se", "ce"]),
         (["digits/mlp", "-a", "pc_se", "--set", "width=0"], ["width is 0"]),

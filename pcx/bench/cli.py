@@ -179,7 +179,8 @@ class Bar:
             self.bar.update(self.task, completed=number, note=note)
 
     def epoch(self, number: int, lines: list[dict[str, Any]]) -> None:
-        mean = {m: sum(line[m] for line in lines) / len(lines) for m in ("train_loss", "test_top1")} if lines else {}
+        going = [line for line in lines if line.get("stopped", {}).get("reason") != "diverged"]
+        mean = {m: sum(line[m] for line in going) / len(going) for m in ("train_loss", "test_top1")} if going else {}
         note = f"loss {mean['train_loss']:.4f}  test {100 * mean['test_top1']:.2f} %" if mean else "no seed left"
         self.move(number, note)
         if self.bar is None:

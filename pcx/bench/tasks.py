@@ -104,8 +104,14 @@ def configure(task: str, algorithm: str, **changes: Any) -> Config:
 
 def build_model(config: Config, shape: tuple[int, ...], classes: int, key: Key) -> Any:
     """A model with weights from a key, for samples of this shape as the pipeline gives them."""
-    with pxnn.keys(key):
-        return pcx.models.get(config.model).build(shape, classes, config.options)
+    try:
+        with pxnn.keys(key):
+            return pcx.models.get(config.model).build(shape, classes, config.options)
+    except (ModelError, ConfigError):
+        raise
+    except ValueError as error:  # of a layer, at a shape that it cannot take
+        reason = " ".join(str(part).strip() for part in error.args)
+        raise ConfigError(f"{config.model} cannot take samples of shape {shape} of {config.dataset}: {reason}") from None
 
 
 def make_algorithm(config: Config, hyper: Any, total_steps: int, **options: Any) -> pcx.algorithms.Algorithm:
