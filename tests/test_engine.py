@@ -1,6 +1,7 @@
 """The engine: populations, modes, metrics, divergence and the choice of a mode, against plain loops and numpy."""
 
 import functools
+import re
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -147,6 +148,20 @@ def test_members_with_convolutions_are_looped_over(task, setting, looped):
     split = Split(images, np.zeros(130, np.int32))
     data = DataSet(task.split("/")[0], split, split, 10, ())
     assert Engine(configure(task, "pc_se", population=setting), data, [0, 1]).looped is looped
+
+
+def test_a_run_says_which_nodes_too_few_steps_do_not_reach():
+    """With T steps the error gets T links far: weights further away have exactly no gradient, and a sentence says so."""
+    engine = Engine(config(hidden=3, T=1, momentum_h=0.0, weight_decay=0.0), DIGITS, [0])
+    assert engine.distance == {"vodes.0": 3, "vodes.1": 2, "vodes.2": 1, "vodes.3": 0}
+    assert re.search(r"T = 1: .* get to vodes.0, vodes.1, .*; T = 3 is enough", engine.unreached())
+    first = engine.init()
+    before = jax.device_get(first.states.model)
+    after = jax.device_get(engine.epoch(first, 0)[0].states.model)
+    moved = [bool(np.any(a.weight != b.weight)) for a, b in zip(before.layers, after.layers, strict=True)]
+    assert moved == [False, False, True, True]
+    assert Engine(config(hidden=3, T=3), DIGITS, [0]).unreached() == ""
+    assert Engine(config("bp_se", hidden=3), DIGITS, [0]).unreached() == ""
 
 
 def test_one_epoch_of_a_population_equals_the_lone_epochs_in_float64():

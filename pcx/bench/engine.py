@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import pcx.algorithms
-from pcx._free_energy import output_node, run
+from pcx._free_energy import graph, output_node, run
 from pcx._model import weights
 from pcx._types import Key, near
 from pcx.algorithms import State, stream
@@ -124,7 +124,21 @@ class Engine:
         self.looped = kernels if self.config.population == "auto" else self.config.population == "map"
         example = jnp.zeros((2, *self.shape))
         self.output = output_node(model, example)
-        self.nodes = list(run(model, {}, example).values)
+        parents = graph(model, example).parents
+        self.nodes, self.distance = list(parents), {self.output: 0}
+        for name in reversed(self.nodes):  # every node stands after those that it reads
+            for parent in parents[name]:
+                self.distance[parent] = min(self.distance[name] + 1, self.distance.get(parent, len(parents)))
+
+    def unreached(self) -> str:
+        """A sentence where inference is too short for errors to come from the output to every node, else nothing."""
+        steps = getattr(self.config.hyper, "T", None)
+        far = [name for name in self.nodes if steps is not None and self.distance[name] > steps]
+        if not far:
+            return ""
+        names, enough = ", ".join(far if len(far) < 4 else [far[0], "…", far[-1]]), max(self.distance.values())
+        reason = f"the output's error does not get to {names}, so the weights that predict them learn nothing of it"
+        return f"T = {steps}: {reason}; T = {enough} is enough"
 
     # --- one member, one step
 
