@@ -365,7 +365,7 @@ def refuse_shared(model: Any) -> None:
         paths = [path_name(path) for path, node in pairs if node is twice[0]]
         raise ModelError(
             f"one {type(twice[0]).__name__} is at {' and '.join(paths)}; an update would make them two. "
-            "Keep it in one attribute and call it twice."
+            + ("Make one for each." if isinstance(twice[0], Vode) else "Keep it in one attribute and call it twice.")
         )
 
 

@@ -23,6 +23,7 @@ from pcx._model import (
     Module,
     StateParam,
     TransientParam,
+    Vode,
     VodeParam,
     assign,
     kinds,
@@ -97,32 +98,36 @@ def step(model: Any, status: str | None = None, *, clear_params: Any = None) -> 
 
     With the status INIT every node takes a new value, so the old ones are forgotten first (an exception brings them back).
     """
-    before = [(module, module._pcx_flags.status, vars(module).get("h")) for module in objects(model, Module)]
+    before = [(module, module._pcx_flags.status) for module in objects(model, Module)]
+    values = [(vode, vode.h) for vode in _vodes(model)]
     set_flags(model, status=status)
     if status == "init":
         clear(model, VodeParam)
     try:
         yield model
     except BaseException:
-        for module, _, value in before:
-            if hasattr(module, "h"):
-                module.h = value
+        for vode, value in values:
+            vode.h = value
         raise
     finally:
-        for module, old, _ in before:
+        for module, old in before:
             module._pcx_flags = dataclasses.replace(module._pcx_flags, status=old)
         if clear_params is not None:
             clear(model, clear_params)
 
 
+def _vodes(model: Any) -> list[Any]:
+    return list(objects(model, Vode))
+
+
 def clear(model: Any, kind: Kind) -> None:
     """Forget the values or caches of all nodes."""
     mask = Mask(kind)
-    for vode in objects(model, Module):
-        if hasattr(vode, "cache") and mask.matches(VodeParam.Cache):
+    for vode in _vodes(model):
+        if mask.matches(VodeParam.Cache):
             vode.cache = {"u": None}
-            vode._pcx_call = None  # type: ignore[attr-defined]
-        if hasattr(vode, "h") and mask.matches(VodeParam):
+            vode._pcx_call = None
+        if mask.matches(VodeParam):
             vode.h = None
 
 

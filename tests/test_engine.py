@@ -494,3 +494,25 @@ def test_an_accelerator_runs_an_epoch_as_one_program(monkeypatch):
     assert modes.choose_mode(config(), DIGITS, [0]) == ("scan", "an epoch is one program on Some GPU")
     limit -= 2
     assert modes.choose_mode(config(), DIGITS, [0])[0] == "stream"
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_sweep_has_the_checks_of_its_setting(value):
+    with pytest.raises(ValueError, match="lr_h is"):
+        Engine(config(), DIGITS, [0, 1], sweep={"lr_h": [0.1, value]})
+
+
+def test_a_set_without_labels_is_refused():
+    plain = Split(DIGITS.train.images, None)
+    with pytest.raises(ConfigError, match="digits has no labels"):
+        Engine(config(), DataSet("digits", plain, plain, 10, ()), [0])
+
+
+@pytest.mark.parametrize(("T", "measured"), [(8, set(MODES)), (100, {"scan", "host"})])
+def test_many_steps_are_not_written_out_to_be_measured(monkeypatch, tmp_path, T, measured):
+    """Compiling them would take minutes."""
+    monkeypatch.setenv("PCX_CACHE", str(tmp_path))
+    seen = set()
+    monkeypatch.setattr(modes, "_measure", lambda config, data, seeds, mode: seen.add(mode) or 1.0)
+    modes.choose_mode(config(T=T), DIGITS, [0])
+    assert seen == measured

@@ -310,7 +310,10 @@ def test_records_that_cannot_be_kept_are_found_before_training(tmp_path, monkeyp
 
 
 def test_records_that_must_not_be_written_are_found_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda place, mode: mode != os.W_OK)  # the tests may run as root
+    def refuse(**_: Any) -> None:  # the tests may run as root, who may write everywhere
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(record.tempfile, "TemporaryFile", refuse)
     with pytest.raises(ValueError, match=r"records\.jsonl, the file of records, cannot be written"):
         go(tmp_path / "run", on_epoch=lambda *_: pytest.fail("trained"))
 
@@ -548,3 +551,18 @@ def test_interrupts_locks_and_kills_from_outside(tmp_path):
 def numbers_of_whole_lines(path: Path) -> list[dict[str, Any]]:
     whole = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [{k: v for k, v in line.items() if k not in TIMING} for line in whole]
+
+
+def test_a_file_of_records_that_is_none_is_refused_before_training():
+    with pytest.raises(ValueError, match=r"/dev/null, the file of records, cannot be written \(it is not a plain file\)"):
+        record.check(Path("/dev/null"))
+
+
+def test_a_new_file_of_the_package_makes_a_record_dirty(monkeypatch):
+    """An algorithm that is not in the commit is not what the commit says."""
+    said = {"--untracked-files=no": "", "--untracked-files=all": "?? pcx/algorithms/mine.py"}
+    answers = lambda *words: "abc" if words[0] == "rev-parse" else said[words[2]]  # noqa: E731
+    monkeypatch.setattr(record, "_git", answers)
+    assert record.environment()["dirty"] is True
+    said["--untracked-files=all"] = ""
+    assert record.environment()["dirty"] is False

@@ -462,3 +462,9 @@ def test_help_has_examples():
     assert code == 0
     for part in ("pcx search cifar10/vgg9 --algorithm cn --trials 50", "--sampler", "--storage", "Ctrl-C", "best.json"):
         assert part in flat
+
+
+@pytest.mark.parametrize("space", [("logg", 1e-2, 0.5), ("log", 0, 0.5), ("log", -1, 0.5)])
+def test_a_space_that_is_none_is_refused(space):
+    with pytest.raises(ConfigError, match="is no space; write"):
+        search.distribution(space)

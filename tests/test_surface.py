@@ -1381,3 +1381,26 @@ def test_dropout_in_the_surface():
     plain = model.layer(x[0])
     np.testing.assert_allclose(outputs, np.where(outputs == 0, 0, 2 * plain), rtol=1e-14)
     assert 0 < int(jnp.sum(outputs == 0)) < 150
+
+
+def test_attributes_of_a_model_may_be_called_as_those_of_a_node():
+    """Only nodes forget their values and caches: a model's own ``h`` and ``cache`` stay."""
+
+    class Named(pxc.EnergyModule):
+        def __init__(self):
+            with pxnn.keys(jax.random.key(0)):
+                self.layer = pxnn.Linear(4, 3)
+            self.h, self.cache = pxc.Vode((3,)), {"scale": jnp.array(3.0)}
+
+        def __call__(self, x):
+            return self.h(self.layer(x) * self.cache["scale"])
+
+    model, x = Named(), jnp.arange(4.0)
+    with pxu.step(model, pxc.STATUS.INIT, clear_params=pxc.VodeParam.Cache):
+        output = model(x)
+    np.testing.assert_allclose(output, 3.0 * (model.layer.weight @ x + model.layer.bias), rtol=1e-12)
+    np.testing.assert_array_equal(model.h.h, output)
+    assert model.cache == {"scale": 3.0}
+    pxu.clear(model, pxc.VodeParam)
+    assert isinstance(model.h, pxc.Vode)
+    assert model.h.h is None

@@ -77,6 +77,8 @@ class Engine:
                  sweep: dict[str, list[float]] | None = None):  # fmt: skip
         if data.train is None:
             raise ConfigError(f"{data.name} has no training images here.")
+        if data.train.labels is None or data.test.labels is None:
+            raise ConfigError(f"{data.name} has no labels, so that no classifier can be trained on it.")
         if not seeds:
             raise ConfigError("there is no seed to train; give at least one.")
         train = data.train if not config.train_limit else Split(*_head(data.train, config.train_limit))
@@ -113,6 +115,8 @@ class Engine:
             raise ConfigError(f"{name!r} cannot be swept; numbers of {self.config.algorithm} are {near(name, known)}.")
         if len(values) != self.members:
             raise ConfigError(f"the sweep of {name} has {len(values)} values for {self.members} members; give one for each.")
+        for value in values:
+            dataclasses.replace(self.config.hyper, **{name: float(value)})  # its own checks
 
     def _look(self) -> None:
         """Find the names of the nodes, and how members are mapped, without computing anything.

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def environment() -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD")
     everything_but_results = (":/", ":(top,exclude)results")  # runs append there
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *everything_but_results)
+    changed = changed or _git("status", "--porcelain", "--untracked-files=all", "--", ":/pcx")  # a new algorithm, say
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "equinox", "optax", "numpy")
     return {
@@ -96,5 +98,13 @@ def check(path: Path) -> None:
     """Refuse a file of records that is damaged or cannot be written, before anything is trained."""
     read(path)
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        raise ValueError(f"{path}, the file of records, cannot be written; set PCX_RESULTS to another file.")
+    try:
+        if place == path:
+            if not path.is_file():
+                raise OSError("it is not a plain file")
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"{path}, the file of records, cannot be written ({reason}); set PCX_RESULTS to another.") from None

@@ -115,6 +115,9 @@ def distribution(space: Space) -> BaseDistribution:
     kind, *rest = space
     if kind == "choice":
         return CategoricalDistribution(rest)
+    if kind not in ("log", "grid", "uniform") or (kind == "log" and not rest[0] > 0):
+        known = "('log', low, high) with low above 0, ('uniform', low, high), ('grid', low, high, step) or ('choice', …)"
+        raise ConfigError(f"{space} is no space; write {known}.")
     return FloatDistribution(rest[0], rest[1], log=kind == "log", step=rest[2] if kind == "grid" else None)
 
 
