@@ -167,8 +167,8 @@ def run(
             report(why)
             folder.start(config, seeds, mode, quick)
         engine = Engine(config, data, seeds, mode)
-        if engine.unreached():
-            report(engine.unreached())
+        if unreached := engine.unreached():
+            report(unreached)
         population, progress, start = engine.init(), Progress(len(seeds)), 0
         loaded = folder.load(population)
         if loaded is not None:
