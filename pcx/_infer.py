@@ -88,10 +88,11 @@ def infer(
     observed = by_name("observed", observed)
     given = {name: part for name, part in observed.items() if not callable(part)}
     batch = batch_size(x, given, by_name("values", values), batch=batch)
-    start = begin(model, x, given, init, key, training, batch)
+    rounded = products.rounded if shortcuts.anchor else (lambda function: function)
+    start = rounded(lambda: begin(model, x, given, init, key, training, batch))()
     fixed = observe(model, given, start.values)
     if values is not None:
-        start = execute(model, {**values, **fixed}, x, {}, {}, key, training, batch)
+        start = rounded(lambda: execute(model, {**values, **fixed}, x, {}, {}, key, training, batch))()
     for name in [*(observed.keys() - given.keys()), *(optimiser if isinstance(optimiser, Mapping) else ())]:
         if name not in start.values:
             raise ModelError(f"there is no node {name!r} to observe or to give an optimiser; near: {near(name, start.values)}.")

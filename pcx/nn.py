@@ -127,6 +127,10 @@ def _hashable(item: Any) -> Any:
     return tuple(item) if isinstance(item, list | tuple) else item
 
 
+# Of these the largest value is that of the largest argument, and where two values are the same their derivatives are.
+INCREASING = (jax.nn.relu, jax.nn.leaky_relu, jax.nn.hard_tanh, jax.nn.sigmoid, jax.nn.softplus, jnp.tanh)
+
+
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
@@ -156,12 +160,17 @@ def _windows(x: Array) -> Array:
 
 
 def _first_largest(windows: Array, by: Callable[[Array], Array] | None) -> tuple[Array, Array]:
-    """The chosen pixels and their places: 0 and 1 in the upper row, 2 and 3 in the lower."""
+    """The chosen pixels and their places: 0 and 1 in the upper row, 2 and 3 in the lower.
+
+    Without ``by`` the pixels are maxima: a compiler for GPUs then makes one kernel of this, and else writes the corners first.
+    """
     a, b, c, d = (windows[..., i, :, j] for i in (0, 1) for j in (0, 1))
     fa, fb, fc, fd = (a, b, c, d) if by is None else map(by, (a, b, c, d))
     left_top, left_bottom = fa >= fb, fc >= fd
-    upper = jnp.where(left_top, fa, fb) >= jnp.where(left_bottom, fc, fd)
+    upper = jnp.maximum(fa, fb) >= jnp.maximum(fc, fd)
     place = jnp.where(upper, jnp.where(left_top, 0, 1), jnp.where(left_bottom, 2, 3)).astype(jnp.int8)
+    if by is None:
+        return jnp.maximum(jnp.maximum(a, b), jnp.maximum(c, d)), place
     return jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d)), place
 
 
@@ -202,7 +211,7 @@ class MaxPool2d(eqx.Module):
         """``pool(activation(x))`` with less work in its gradient: the activation's derivative is taken at the maxima only."""
         apply = (lambda x: x) if activation is None else activation
         if self.selects and self.kernel_size == self.stride == (2, 2) and self.padding == 0:
-            return apply(largest_2x2(x, activation))
+            return apply(largest_2x2(x, None if activation in INCREASING else activation))
         return eqx.nn.MaxPool2d(self.kernel_size, self.stride, self.padding)(apply(x))
 
 

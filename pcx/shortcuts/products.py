@@ -110,7 +110,7 @@ class Anchor:
 
     def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at the start, remembered."""
-        value = _plain(eqn, operands)
+        value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
         self.known[place] = (operands, [low(operand) for operand in operands], value)
         return value
 
