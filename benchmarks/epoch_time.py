@@ -52,7 +52,7 @@ def main() -> None:
         config = configure(options.task, name)
         data = pcx.data.load(config.dataset)
         engines[name] = Engine(config, data, [0], choose_mode(config, data, [0])[0])
-    populations = {name: engine.epoch(engine.init(), 0)[0] for name, engine in engines.items()}
+    populations = {name: engine.epoch(engine.prepare().init(), 0)[0] for name, engine in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(1, options.epochs + 1):
         for name, engine in engines.items():

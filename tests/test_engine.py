@@ -191,6 +191,19 @@ def test_all_modes_give_the_same_numbers(mode, monkeypatch):
         assert_metrics(metrics, i, scan_metrics, i)
 
 
+def test_programs_compiled_side_by_side_are_the_same():
+    """Nothing is compiled again when a prepared engine trains, and its numbers are those of one that is not prepared."""
+    ready, plain = (Engine(config(), DIGITS, [0, 1]) for _ in range(2))
+    ready.prepare()
+    programs = dict(ready._compiled)
+    assert programs.keys() == {"init", "epoch"}
+    assert ready.timing.compile > 0
+    (first, metrics), (second, others) = (engine.epoch(engine.init(), 0) for engine in (ready, plain))
+    assert ready._compiled == programs
+    assert difference(first, second) == difference(metrics, others) == 0.0
+    assert ready.prepare()._compiled == programs
+
+
 @pytest.mark.parametrize(("algorithm", "kept"), [("pc_se", True), ("nn", True), ("ipc", False), ("bp_se", False)])
 def test_a_state_in_bfloat16_is_of_the_algorithms_that_settle(single, algorithm, kept):
     """The weights after an epoch differ a little from those with a float32 state; those of other algorithms are the same."""

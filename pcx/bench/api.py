@@ -92,5 +92,5 @@ def train(
         return Result(config, numbers, folder.lines(), loaded[0] if loaded else None)
     mode, _ = choose_mode(config, data, numbers)
     engine = Engine(config, data, numbers, mode, sweep={k: list(v) for k, v in (sweep or {}).items()})
-    done = list(runs.epochs(engine, engine.init(), 0, runs.Progress(len(numbers))))
+    done = list(runs.epochs(engine, engine.prepare().init(), 0, runs.Progress(len(numbers))))
     return Result(config, numbers, [line for _, _, new in done for line in new], done[-1][1])

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -263,11 +264,31 @@ class Engine:
             self.timing.compile += time.perf_counter() - start
         return self._compiled[name](*arguments)
 
+    def prepare(self) -> "Engine":
+        """Compile the programs of weights and of an epoch side by side, before either is called; returns itself.
+
+        Fresh weights are a small program that compiles slowly. Nothing runs meanwhile: the compiler times kernels.
+        """
+        if self.mode == "scan" and not self._compiled:
+            start = time.perf_counter()
+            with jax.default_matmul_precision(PRECISION[self.config.precision]), ThreadPoolExecutor(1) as pool:
+                fresh = self._init.trace(self.keys, self.floats, self.arrays)
+                first = pool.submit(fresh.lower().compile)
+                population = Population(fresh.out_info, jax.eval_shape(self._healthy))
+                at = jax.ShapeDtypeStruct((), jnp.int32)
+                epoch = self._epoch.lower(population, self.floats, self.keys, self.arrays, at).compile()
+                self._compiled |= {"epoch": epoch, "init": first.result()}
+            self.timing.compile += time.perf_counter() - start
+        return self
+
+    def _healthy(self) -> Health:
+        never = (jnp.full((self.members,), -1, jnp.int32) for _ in range(3))  # three arrays: each is donated
+        return Health(jnp.ones((self.members,), bool), *never)
+
     def init(self) -> Population:
         """Fresh weights from every member's key."""
         states = self._run("init", self._init, self.keys, self.floats, self.arrays)
-        never = (jnp.full((self.members,), -1, jnp.int32) for _ in range(3))  # three arrays: each is donated
-        return Population(states, Health(jnp.ones((self.members,), bool), *never))
+        return Population(states, self._healthy())
 
     def epoch(self, population: Population, number: int) -> tuple[Population, dict[str, np.ndarray]]:
         """Train every living member for one epoch; the population that went in is used up."""

@@ -169,7 +169,7 @@ def run(
         engine = Engine(config, data, seeds, mode)
         if unreached := engine.unreached():
             report(unreached)
-        population, progress, start = engine.init(), Progress(len(seeds)), 0
+        population, progress, start = engine.prepare().init(), Progress(len(seeds)), 0
         loaded = folder.load(population)
         if loaded is not None:
             population, extra = loaded

@@ -192,7 +192,7 @@ class Trainer:
     def train(self, configs: list[Config], judge: Callable[[int, int, float, dict[str, Any] | None], bool]) -> None:
         """Train; after every epoch ``judge(index, epoch, accuracy, where it diverged)`` says whether a config goes on."""
         engine = self.engine(configs)
-        population = engine.init()
+        population = engine.prepare().init()
         going = np.ones(len(configs), bool)
         for number in range(engine.config.epochs):
             population, _ = engine.epoch(population, number)

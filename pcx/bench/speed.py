@@ -109,7 +109,7 @@ def population(
         say(f"{task} with {members} seed{'s' * (members > 1)}: compiling")
         mode = _mode(config, data, members, quick)
         engine = Engine(config, data, list(range(members)), mode, steps=QUICK_STEPS if quick else None)
-        trained, _ = engine.epoch(engine.init(), 0)
+        trained, _ = engine.epoch(engine.prepare().init(), 0)
         trained, seconds[name] = _timed_epochs(engine, trained, epochs)
         alive[name] = int(np.sum(trained.health.alive))
         say(f"{task} with {members} seed{'s' * (members > 1)}: {seconds[name]['median']:.4f} s per epoch")
@@ -163,7 +163,7 @@ def _time_cell(config: Config, data: DataSet, epochs: int, quick: bool, uncompil
         for name in ("first", "cached"):
             jax.clear_caches()
             engine = Engine(config, data, [0], mode, steps=QUICK_STEPS if quick else None)
-            trained, _ = engine.epoch(engine.init(), 0)
+            trained, _ = engine.epoch(engine.prepare().init(), 0)
             compiling[name] = engine.timing.compile
             if name == "first":  # a program read from the cache may not know its memory
                 memory = _memory(engine)

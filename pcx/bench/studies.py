@@ -140,7 +140,7 @@ def run(
             data[config.dataset] = pcx.data.load(config.dataset)
         engine = _engine(config, data[config.dataset], seeds, quick, engines)
         lines: list[Record] = []
-        for epoch, _, new in runs.epochs(engine, engine.init(), 0, runs.Progress(len(seeds))):
+        for epoch, _, new in runs.epochs(engine, engine.prepare().init(), 0, runs.Progress(len(seeds))):
             lines += new
             move(before + done, f"{point.text}: epoch {epoch}/{config.epochs}")
         summary = runs.summarise(config, seeds, lines, engine.mode, quick)
