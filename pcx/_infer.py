@@ -32,7 +32,7 @@ from pcx._init import Init, forward
 from pcx._model import weight_dtype
 from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
-from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, steady, waves
+from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
@@ -128,6 +128,7 @@ class _Task:
         self.fixed, self.dtype = fixed, weight_dtype(model)
         self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
         self.shortcuts, self.state_dtype = shortcuts, state_dtype
+        self.rounds = state_dtype is None and products.precision() == "bfloat16"  # products read values in another dtype
         if state_dtype is not None and not shortcuts.anchor:
             raise ModelError("state_dtype is the dtype of the way from the start; it needs Shortcuts(anchor=True).")
         factors = objective.factors(model, start.values, 0)
@@ -260,7 +261,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free = self.updated(free, {n: updates[n] for n in targets})
+            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets}), zeros, self.rounds)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -272,7 +273,7 @@ class _Task:
             rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
             everything = Nodes({name: (gradients | rest)[name] for name in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free = self.updated(free, updates)
+            free, state = pinned(self.updated(free, updates), state, self.rounds)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None

@@ -1,6 +1,7 @@
 """Inference: five uses of one call, against linear algebra written out; tolerance, records, optimisers, precisions."""
 
 import itertools
+import re
 
 import equinox as eqx
 import jax
@@ -303,6 +304,26 @@ def quadratic(rate):
             return self.node()
 
     return One(), {"optimiser": optax.sgd(rate)}
+
+
+@pytest.mark.parametrize("steps", [3, 12])
+@pytest.mark.parametrize("setting", ["float32", "bfloat16"])
+def test_a_large_state_is_kept_from_step_to_step(monkeypatch, setting, steps):
+    """Barriers after every update: of the momentum always, of the values unless products read them in another dtype."""
+    model, (x, y) = Chain([3, 4, 4, 2]), batch(3, 2, size=5)
+
+    def settle(x):
+        return pcx.infer(model, x, {"vodes.2": y}, optimiser=optax.sgd(0.1, momentum=0.5), steps=steps).values
+
+    with jax.default_matmul_precision(setting):
+        plain = settle(x)
+        assert "optimization_barrier" not in str(jax.make_jaxpr(lambda x: settle(x))(x))
+        monkeypatch.setattr("pcx.shortcuts.plan.LARGE", 0)
+        barriers = re.findall(r"optimization_barrier ((?:\w+\s+)+)", str(jax.make_jaxpr(lambda x: settle(x))(x)) + " ")
+        assert largest_difference(settle(x), plain) == 0.0
+    of_a_node = 1 if setting == "bfloat16" else 2
+    operands = [name for name in barriers[-1].split() if name != "in"]
+    assert len(operands) == 2 * of_a_node  # of the two hidden nodes, when both are reached
 
 
 def test_tolerance_on_a_quadratic():

@@ -28,6 +28,7 @@ from pcx.shortcuts.products import Anchor, Product, interpret, products_in
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3  # equal pieces
+LARGE = 2**25  # numbers in all values: about where the arrays of a step begin to count
 WRITTEN_OUT = 8  # a loop of at most this many steps is written out: nothing is copied between steps, and more is fused
 
 
@@ -293,6 +294,19 @@ class ZeroAware:
         except NotZero:
             return False
         return True
+
+
+def pinned(free: Any, state: Any, rounded: bool) -> tuple[Any, Any]:
+    """A large state as it is after a step, as arrays that the compiler keeps.
+
+    It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values that are
+    ``rounded`` where products read them are left to it, so that one kernel can write both.
+    """
+    if sum(leaf.size for leaf in jax.tree.leaves(free)) < LARGE:
+        return free, state
+    arrays, rest = eqx.partition(state if rounded else (free, state), eqx.is_array)
+    held: Any = eqx.combine(jax.lax.optimization_barrier(arrays), rest)
+    return (free, held) if rounded else held
 
 
 def per_node(optimisers: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformation:
