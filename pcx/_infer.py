@@ -32,6 +32,7 @@ from pcx._init import Init, forward
 from pcx._model import weight_dtype
 from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
+from pcx.shortcuts.kernel import ChainKernel
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
@@ -128,7 +129,6 @@ class _Task:
         self.fixed, self.dtype = fixed, weight_dtype(model)
         self.free = [name for name in start.values if name not in fixed or isinstance(fixed[name], Observed)]
         self.shortcuts, self.state_dtype = shortcuts, state_dtype
-        self.rounds = state_dtype is None and products.precision() == "bfloat16"  # products read values in another dtype
         if state_dtype is not None and not shortcuts.anchor:
             raise ModelError("state_dtype is the dtype of the way from the start; it needs Shortcuts(anchor=True).")
         factors = objective.factors(model, start.values, 0)
@@ -261,7 +261,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets}), zeros, self.rounds)
+            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets}), zeros, self.state_dtype)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -273,7 +273,7 @@ class _Task:
             rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
             everything = Nodes({name: (gradients | rest)[name] for name in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free, state = pinned(self.updated(free, updates), state, self.rounds)
+            free, state = pinned(self.updated(free, updates), state, self.state_dtype)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None
@@ -301,23 +301,25 @@ class _Task:
         if self.program is None or not self.stacks:
             return None
         whole = [name for name in plan[-1][1] if name not in self.fixed and name in plan[-1][0]]
-        model = (self.program, self.stacks, self.free, whole, self.factors_of(plan[-1][0], 0))
-        energy = BlockEnergy.of(*model, self.start.values, self.anchor)
+        factors = self.factors_of(plan[-1][0], 0)
+        energy = BlockEnergy.of(self.program, self.stacks, self.free, whole, factors, self.start.values, self.anchor)
         optimiser = None if energy is None else BlockOptimiser(lazy, energy.blocks)
         if energy is None or optimiser is None or not optimiser.fits:
             return None
 
-        def body(carry: Any, step: Any, active: list[str]) -> Any:
-            packed, state = carry
-            gradients = jax.grad(energy)(packed, self.factors_of(active, step), self.constants)
+        def move(packed: Packed, state: Any, gradients: Packed) -> tuple[Packed, Any]:
             lone = {n: self.unmasked(n, g, jnp.zeros_like(g)) for n, g in gradients.lone.items()}
             updates, state = optimiser.update(gradients._replace(lone=Nodes(lone)), state, self.kept(energy.values(packed)))
-            moved = self.updated(packed.lone, updates.lone)
-            return Packed(optax.apply_updates(packed.blocks, updates.blocks), moved), state
+            blocks = optax.apply_updates(packed.blocks[: len(updates.blocks)], updates.blocks)  # none, if a kernel moves them
+            return Packed(blocks, self.updated(packed.lone, updates.lone)), state
+
+        def body(carry: tuple[Packed, Any], step: Any, active: list[str]) -> Any:
+            return move(*carry, jax.grad(energy)(carry[0], self.factors_of(active, step), self.constants))
 
         fresh = lazy.full_state(lazy.init()) if state is None else state
         carry = (energy.blocks.pack(self.first()), optimiser.init(fresh))
-        free, parts, active = repeat(body, carry, [names for names, _ in plan], steps, unroll)
+        kernel = ChainKernel.of(self, energy, optimiser, factors, move) if self.shortcuts.kernel else None
+        free, parts, active = repeat(body, carry, [names for names, _ in plan], steps, unroll, kernel)
         return self.inferred(energy.blocks.unpack(free), optimiser.full_state(parts), steps, frozenset(active), None)
 
     def solve_to_tolerance(

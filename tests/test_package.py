@@ -59,6 +59,7 @@ RANKS = [
     {"_free_energy", "shortcuts.zeros", "shortcuts.products", "optim"},
     {"shortcuts.plan"},
     {"shortcuts.stack"},
+    {"shortcuts.kernel"},
     {"_infer"},
     {"_learn"},
     {"check", "draw", "algorithms"},

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pcx.bench.config import Config
+from pcx.bench.record import way_of
 
 
 def new_figure(columns: int) -> Any:
@@ -88,10 +89,9 @@ def energies(history: Any, path: Path, title: str) -> None:
 
 
 def _series(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The lines of a panel: stacked before not stacked, in each precision, with a label."""
-    for stacked, precision in sorted({(r["stacked"], r["precision"]) for r in records}, reverse=True):
-        mine = [r for r in records if (r["stacked"], r["precision"]) == (stacked, precision)]
-        yield f"{'stacked' if stacked else 'not stacked'}, {precision}", mine
+    """The lines of a panel: stacked, one kernel and not stacked, in each precision, with a label."""
+    for way, precision in sorted({(way_of(r), r["precision"]) for r in records}, reverse=True):
+        yield f"{way}, {precision}", [r for r in records if (way_of(r), r["precision"]) == (way, precision)]
 
 
 def scaling(records: list[dict[str, Any]], path: Path) -> None:
@@ -114,7 +114,7 @@ def scaling(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def depth(records: list[dict[str, Any]], path: Path) -> None:
-    """Time of one inference against the number of equal layers, stacked and not."""
+    """Time of one inference against the number of equal layers: stacked, not stacked, and in one kernel a step."""
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(r["kind"] for r in records))

@@ -108,3 +108,8 @@ def check(path: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"{path}, the file of records, cannot be written ({reason}); set PCX_RESULTS to another.") from None
+
+
+def way_of(point: dict[str, Any]) -> str:
+    """In words how equal layers were computed."""
+    return "one kernel" if point.get("kernel") else "stacked" if point["stacked"] else "not stacked"

@@ -76,7 +76,7 @@ def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked:
 
 
 def make_inference(
-    batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool, precision: str
+    batch: int, dim: int, layers: int, T: int, calls: int, kind: str, stacked: bool, precision: str, kernel: bool = False
 ) -> tuple[Any, Any]:
     """Inference again and again as one function, and its first arguments; the input of each call depends on the last one.
 
@@ -85,8 +85,8 @@ def make_inference(
     model = build(dim, layers, kind == "residual")
     x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
     last = f"vodes.{layers - 1}"
-    options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": SHORTCUTS[stacked]}
-    options |= _state_dtype(precision)
+    shortcuts = SHORTCUTS[stacked]._replace(kernel=kernel)
+    options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": shortcuts} | _state_dtype(precision)
 
     def repeat(model: Any, x: Any, y: Any, total: Any) -> Any:
         def body(total: Any, _: Any) -> Any:
@@ -158,13 +158,15 @@ def scaling(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[d
 
 
 def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dict[str, Any]]:
-    """Time of the inference phase against the number of equal layers; one record each."""
+    """Time of the inference phase against the number of equal layers, on a GPU also in one kernel a step; one record each."""
     check_precision(precision)
     calls, epochs, depths = (2, 1, (4, 8)) if quick else (CALLS, EPOCHS, DEPTHS)
+    ways = [{"stacked": True, "kernel": False}, {"stacked": False, "kernel": False}]
+    ways += [{"stacked": True, "kernel": True}] if jax.default_backend() == "gpu" else []
     chosen: list[dict[str, Any]] = [
-        {"precision": precision, "kind": kind, "layers": layers, "stacked": stacked, "calls": calls, **DEPTH_BASE}
+        {"precision": precision, "kind": kind, "layers": layers, "calls": calls, **way, **DEPTH_BASE}
         for kind in KINDS
-        for stacked in (True, False)
+        for way in ways
         for layers in depths
     ]
     records, first = list[dict[str, Any]](), 0.0
@@ -176,7 +178,7 @@ def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dic
         records.append(stamp("depth", quick) | point | {"seconds": seconds, "ratio": ratio})
         record.append(out, records[-1])
         text = f"{1e3 * seconds['median']:.3f} ms per call, {ratio:.2f} times {depths[0]} layers"
-        say(f"{point['kind']} of {point['layers']} layers{'' if point['stacked'] else ', not stacked'}: {text}")
+        say(f"{point['kind']} of {point['layers']} layers, {record.way_of(point)}: {text}")
     return records
 
 
@@ -186,6 +188,6 @@ def newest(path: Path, what: str) -> list[dict[str, Any]]:
     if not records:
         raise ConfigError(f"there are no records of {what} in {path}; measure first, without --draw and --quick.")
     kind = max(records, key=lambda r: r["time"])["device"]["kind"]
-    identity = ("parameter", "multiplier", "kind", "layers", "stacked", "precision")
+    identity = ("parameter", "multiplier", "kind", "layers", "precision")
     here = sorted((r for r in records if r["device"]["kind"] == kind), key=lambda r: r["time"])
-    return list({tuple(r.get(name) for name in identity): r for r in here}.values())
+    return list({(*(r.get(name) for name in identity), record.way_of(r)): r for r in here}.values())

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from pcx._free_energy import run
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
-from pcx.shortcuts.products import Anchor, Product, interpret, products_in
+from pcx.shortcuts.products import Anchor, Product, interpret, precision, products_in
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3  # equal pieces
@@ -296,14 +296,15 @@ class ZeroAware:
         return True
 
 
-def pinned(free: Any, state: Any, rounded: bool) -> tuple[Any, Any]:
+def pinned(free: Any, state: Any, dtype: Any) -> tuple[Any, Any]:
     """A large state as it is after a step, as arrays that the compiler keeps.
 
-    It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values that are
-    ``rounded`` where products read them are left to it, so that one kernel can write both.
+    It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values of which
+    products read a rounded copy (bfloat16, unless that is the ``dtype`` of the state) are left to it: one kernel writes both.
     """
     if sum(leaf.size for leaf in jax.tree.leaves(free)) < LARGE:
         return free, state
+    rounded = dtype is None and precision() == "bfloat16"
     arrays, rest = eqx.partition(state if rounded else (free, state), eqx.is_array)
     held: Any = eqx.combine(jax.lax.optimization_barrier(arrays), rest)
     return (free, held) if rounded else held

@@ -230,7 +230,7 @@ class BlockOptimiser:
         for i, leaf in zip(shared, evaluate(self.jaxpr, cut(self.jaxpr, outputs), known, outputs), strict=True):
             after[i] = leaf
         blocks = [
-            move(group[0], g, v, True) for group, g, v in zip(self.blocks.groups, gradients.blocks, values.blocks, strict=True)
+            move(group[0], g, v, True) for group, g, v in zip(self.blocks.groups, gradients.blocks, values.blocks, strict=False)
         ]
         lone = {name: move(name, g, values.lone[name], False) for name, g in gradients.lone.items()}
         return Packed(tuple(blocks), Nodes(lone)), after
@@ -248,12 +248,24 @@ def _mapped(jaxpr: Jaxpr, outputs: list[Any], known: Mapping[Any, Any], own: Map
     return list((jax.vmap(function) if mapped else function)(*own.values()))
 
 
-def repeat(body: Callable[..., Any], carry: Any, plan: Sequence[Any], steps: int, unroll: bool) -> tuple[Any, Any, Any]:
-    """``carry = body(carry, step, plan[step])``; the last entry of the plan is for all later steps. Returns also that entry."""
+def repeat(
+    body: Callable[..., Any],
+    carry: Any,
+    plan: Sequence[Any],
+    steps: int,
+    unroll: bool,
+    kernel: Callable[..., Any] | None = None,
+) -> tuple[Any, Any, Any]:
+    """``carry = body(carry, step, plan[step])``; the last entry of the plan is for all later steps. Returns also that entry.
+
+    A ``kernel`` makes the later steps itself: ``carry = kernel(carry, steps, unroll)``.
+    """
     done = min(len(plan) - 1, steps)
     for step in range(done):
         carry = body(carry, step, plan[step])
-    if unroll or steps - done <= WRITTEN_OUT:
+    if kernel is not None:
+        carry = kernel(carry, steps - done, unroll)
+    elif unroll or steps - done <= WRITTEN_OUT:
         for step in range(done, steps):
             carry = body(carry, step, plan[done])
     else:

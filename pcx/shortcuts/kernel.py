@@ -1,0 +1,268 @@
+"""A step of a row of equal dense layers as one kernel, on a GPU.
+
+A stacked step (`pcx.shortcuts.stack`) is two batched products and two elementwise passes, and each of the four reads and writes
+the values of all layers. Here every block of the kernel takes some samples of one node: it predicts the node and the one above
+it, takes the gradient of both energies, and moves the node by the optimiser's own program. It writes nothing but new values and
+the optimiser's state. One product is computed twice for that, which costs less than the bytes.
+
+The arithmetic is that of the stack, traced for the samples of a block; `ChainKernel.of` refuses what does not fit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import Array
+
+from pcx._energies import weighted
+from pcx._free_energy import Factor
+from pcx._jaxpr import cut, evaluate
+from pcx._types import Nodes
+from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
+from pcx.shortcuts.products import Anchor, interpret, products_in
+from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed
+
+SAMPLES, WARPS = 64, 8  # of a block
+WIDTHS = (16, 32, 64, 128)  # of a layer: Triton's arrays have powers of two, and two weight matrices must fit
+INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
+Move = Callable[[Packed, list[Any], Packed], tuple[Packed, list[Any]]]
+
+
+class ChainKernel:
+    """Steps of the nodes of a chain, each of which but the first is predicted from the one before, by the same program.
+
+    ``task`` is the inference problem (`pcx._infer`), ``factors`` are its energies; ``move`` updates what is not in the block.
+    """
+
+    def __init__(self, task: Any, energy: BlockEnergy, optimiser: BlockOptimiser, factors: Mapping[str, Factor], move: Move):
+        self.energy, self.optimiser, self.factors, self.constants = energy, optimiser, factors, task.constants
+        self.move, program, group, start = move, energy.program, energy.program.groups[0], energy.start.blocks[0]
+        self.members = [name for name in group if name in factors and name not in self.constants]
+        self.inside = energy.blocks.groups[0]
+        names = {var: name for name, var in program.inputs.items()}
+        columns = [*zip(*(program.free_variables[name] for name in self.members), strict=True)]
+        self.moving = [i for i, column in enumerate(columns) if any(var in names for var in column)]
+        before = [names.get(var, "") for i in self.moving for var in columns[i]]
+        self.chain = [*before[:1], *self.members]
+        self.first = self.chain.index(self.inside[0]) if self.inside[0] in self.chain else 0
+        self.end, self.batch, self.width = self.first + len(self.inside), start.shape[1], start.shape[-1]
+        self.linked = len(self.moving) == 1 and before == self.chain[:-1] and self.chain[self.first : self.end] == self.inside
+
+    @staticmethod
+    def of(
+        task: Any, energy: BlockEnergy, optimiser: BlockOptimiser, factors: Mapping[str, Factor], move: Move
+    ) -> "ChainKernel | None":
+        """The kernel for an inference problem, where there is a GPU and everything fits, else None."""
+        (shape, *others), groups = [block.shape for block in energy.start.blocks], energy.program.groups
+        if others or len(groups) != 1 or len(shape) != 3 or not (INTERPRET or jax.default_backend() == "gpu"):
+            return None
+        if shape[1] % SAMPLES or shape[2] not in WIDTHS:
+            return None
+        made = ChainKernel(task, energy, optimiser, factors, move)
+        return made if made.linked and made.fits() and made.prepare(task) else None
+
+    def fits(self) -> bool:
+        """Whether what is outside of the chain touches its ends only, and the members differ in their weights only."""
+        program, factors = self.energy.program, self.factors
+        outside = [name for name in factors if name not in self.members]
+        read = set(outside).union(*(program.parents[name] for name in outside))
+        leaves = jax.tree.leaves(self.optimiser.lazy.state_shape)
+        parts = [leaves[i].shape for i in self.optimiser.own[self.inside[0]]]
+        shared = [leaf for leaf, owner in zip(leaves, self.optimiser.owner, strict=True) if owner is None]
+        like = [factors[name] for name in self.members]
+        return (
+            read & set(self.inside) <= {self.chain[0], self.chain[-1]}
+            and all(part == (self.batch, self.width) for part in parts)
+            and all(jnp.ndim(number) == 0 for number in (*self.optimiser.consts, *shared))
+            and all(factor.energy is like[0].energy and factor.precision is None for factor in like)
+            and all(stack is not None or i in self.moving for i, stack in enumerate(self.energy.weights[0]))
+            and self.energy.program.groups[0][-len(self.members) :] == self.members
+        )
+
+    def prepare(self, task: Any) -> bool:
+        """Trace the same programs for the samples of a block, and take the data of every member."""
+        energy, group, (x, key, training) = self.energy, self.energy.program.groups[0], task.context
+        x, values = jax.tree.map(lambda array: array[:SAMPLES], (x, task.start.values))
+        program = Program(task.model, values, x, key, training)
+        if program.groups != [group]:
+            return False
+        lazy = ZeroAware(self.optimiser.lazy.optimiser, task.kept(values.only(task.free)))
+        self.program, self.small = program, BlockOptimiser(lazy, energy.blocks)
+        last = slice(-len(self.members), None)
+        self.data = jax.tree.map(lambda leaf: leaf[last], (energy.weights[0], energy.bases[0]))
+
+        def few() -> Any:
+            bases = None if energy.anchor is None else program.stacked_anchor(group, program.anchor(values))
+            return program.stacked_weights()[0], bases
+
+        shapes = jax.tree.leaves(jax.eval_shape(few))
+        self.split = [leaf.shape[1:] != shape.shape[1:] for leaf, shape in zip(jax.tree.leaves(self.data), shapes, strict=True)]
+        return True
+
+    def __call__(self, carry: tuple[Packed, list[Any]], count: int, unroll: bool) -> tuple[Packed, list[Any]]:
+        """So many steps from packed values and the optimiser's state."""
+        still = self.energy.fixed if self.energy.anchor is None else self.energy.still
+        start = self.energy.blocks.rows(self.energy.start, self.energy.fixed, self.chain)
+
+        def step(carry: Any, _: Any) -> Any:
+            rows, lone, state = carry
+            packed = Packed((rows[self.first : self.end],), lone)
+            gradients, ends = self.outside(packed)
+            moved, after = self.move(packed, state, gradients)
+            rows, after = self.launch(rows, start, ends, state, after)
+            if self.chain[0] in lone:
+                rows = rows.at[0].set(moved.lone[self.chain[0]])
+            return (rows, moved.lone, after), None
+
+        packed, state = carry
+        whole = (self.energy.blocks.rows(packed, still, self.chain).astype(packed.blocks[0].dtype), packed.lone, state)
+        if unroll or count <= WRITTEN_OUT:
+            for _ in range(count):
+                whole, _ = step(whole, None)
+        else:
+            whole, _ = jax.lax.scan(step, whole, length=count)
+        rows, lone, state = whole
+        return Packed((rows[self.first : self.end],), lone), state
+
+    def outside(self, packed: Packed) -> tuple[Packed, list[Array]]:
+        """The gradients of the energies that the kernel does not take: for the nodes outside, and for the ends of the chain."""
+        blocks, start, anchor = self.energy.blocks, self.energy.start, self.energy.anchor
+        dtype, (first, second, last) = start.blocks[0].dtype, (self.chain[0], self.chain[1], self.chain[-1])
+        factors = {name: factor for name, factor in self.factors.items() if name not in self.members}
+        if first in packed.lone:
+            factors[second] = self.factors[second]
+        ends = {name: blocks.one(packed, name).astype(dtype) for name in (first, second, last) if name in blocks.place}
+
+        def total(lone: Nodes[Array], ends: Mapping[str, Array]) -> Array:
+            lone = jax.tree.map(lambda by, start: by.astype(start.dtype), lone, start.lone)
+            rows: Any = {blocks.place[name][1]: by for name, by in ends.items()}  # of the block, those that are read
+            here = there = Packed((rows,), lone)
+            if anchor is not None:
+                values: Any = {row: start.blocks[0][row] + by for row, by in rows.items()}
+                there = Packed((values,), jax.tree.map(jnp.add, start.lone, lone))
+            parts = self.energy.lone(here, there, factors, self.constants).values()
+            return sum((jnp.sum(part) for part in parts), start=jnp.zeros((), dtype))
+
+        lone, found = jax.grad(total, argnums=(0, 1))(packed.lone, ends)
+        none = jnp.zeros((self.batch, self.width), dtype)
+        return Packed((), lone), [found.get(name, none) for name in (first, last)]
+
+    def moved(
+        self,
+        node: Array,
+        near: Sequence[Array],
+        base: Sequence[Array],
+        data: Sequence[Any],
+        ends: Sequence[Array],
+        state: Sequence[Array],
+        shared: Mapping[int, Any],
+    ) -> list[Array]:
+        """The values of some samples of one node after a step, and its part of the optimiser's state.
+
+        ``near`` and ``base`` are the displacements (values) and starts of the node before, this one and the next; ``data`` the
+        operands and known products of the predictions of this node and the next.
+        """
+        energy, _ = self.factors[self.members[0]]
+        anchored, count = self.energy.anchor is not None, len(self.chain)
+        below, own, above = (by.astype(start.dtype) for by, start in zip(near, base, strict=True))
+
+        def local(by: Array) -> Array:
+            total = jnp.zeros((), by.dtype)
+            pairs = ((node > 0, below, base[0], by, base[1], data[0]), (node < count - 1, by, base[1], above, base[2], data[1]))
+            for there, parent, parent_start, h, start, of_member in pairs:
+                u = self.predict(parent, parent_start, *of_member)
+                h, u = (
+                    (h, u - start) if anchored and getattr(energy, "difference", False) else (h + start if anchored else h, u)
+                )
+                part = jax.vmap(lambda h, u: weighted(energy, h, u, precision=None, name=self.members[0]))(h, u)
+                total += jnp.where(there, jnp.sum(part), 0)
+            return total
+
+        gradient = jax.grad(local)(own) + jnp.where(node == 0, ends[0], 0) + jnp.where(node == count - 1, ends[1], 0)
+        rule, name = self.small, self.inside[0]
+        known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True)) | {rule.state[i]: leaf for i, leaf in shared.items()}
+        known |= dict(zip((rule.state[i] for i in rule.own[name]), state, strict=True))
+        value = (base[1] + own if anchored else own).astype(near[1].dtype)
+        known |= {rule.gradient[name]: gradient.astype(near[1].dtype), rule.value[name]: value}
+        outputs = rule._outputs(name)
+        update, *after = evaluate(rule.jaxpr, cut(rule.jaxpr, outputs), known, outputs)
+        return [(near[1] + update.astype(near[1].dtype)), *after]
+
+    def predict(self, parent: Array, start: Array, operands: Sequence[Any], bases: Sequence[Any] | None) -> Array:
+        """The prediction of one member from the node before it, which is ``parent`` away from its start."""
+        program, name = self.program, self.members[0]
+        variables, piece, output = program.free_variables[name], program.pieces[name], program.outputs[name]
+        own = dict(zip(variables, operands, strict=True))
+        moving = variables[self.moving[0]]
+        if bases is None:
+            return evaluate(program.jaxpr, piece, own | {moving: parent}, [output])[0]
+        anchor = Anchor({(eqn.outvars[0],): known for eqn, known in zip(products_in(piece), bases, strict=True)})
+        return interpret(program.jaxpr, piece, own | {moving: start + parent}, [output], anchor.product, {moving: parent})[0]
+
+    def launch(
+        self, rows: Array, start: Array, ends: list[Array], before: list[Any], after: list[Any]
+    ) -> tuple[Array, list[Any]]:
+        """The rows of the chain after the kernel, and the optimiser's state ``after`` the step with the part of the block."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        members, structure = jax.tree.flatten(self.data)
+        indices = self.optimiser.own[self.inside[0]]
+        shared = {i: leaf for i, leaf in enumerate(before) if self.optimiser.owner[i] is None}
+        nodes, predicted = len(self.chain) - 1, len(self.members) - 1
+
+        def row(leaf: Array, offset: int, last: int, split: bool = True) -> Any:
+            """Of an array with a row per node: that of this node, shifted, and of it the samples of the block."""
+            shape = (SAMPLES if split else leaf.shape[1], *leaf.shape[2:])
+            rest = (0,) * (len(shape) - 1)
+            return pl.BlockSpec(
+                (pl.squeezed, *shape), lambda n, part: (jnp.clip(n + offset, 0, last), part if split else 0, *rest)
+            )
+
+        specs = [row(rows, shift, nodes) for shift in (-1, 0, 1)] * 2
+        for shift in (-1, 0):
+            specs += [row(leaf, shift, predicted, split) for leaf, split in zip(members, self.split, strict=True)]
+        specs += [pl.BlockSpec((SAMPLES, self.width), lambda n, part: (part, 0))] * 2
+        kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
+        arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices)]
+        sizes = [tuple(n for n in spec.block_shape if isinstance(n, int)) for spec in (*specs, *kept)]
+        blank = [jax.ShapeDtypeStruct(size, array.dtype) for size, array in zip(sizes, arrays, strict=True)]
+
+        def one(node: Array, *loaded: Array) -> list[Array]:
+            rest, count = loaded[6:], len(members)
+            data = [jax.tree.unflatten(structure, rest[k * count : (k + 1) * count]) for k in (0, 1)]
+            return self.moved(node, loaded[:3], loaded[3:6], data, rest[2 * count :][:2], rest[2 * count + 2 :], shared)
+
+        closed = jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *blank)
+        scalars = [jnp.reshape(const, (1,)) for const in closed.consts]
+
+        def kernel(*refs: Any) -> None:
+            node, (loaded, rest) = pl.program_id(0), (refs[: len(arrays)], refs[len(arrays) :])
+            known, written = rest[: len(scalars)], rest[len(scalars) :]
+            moves = (node >= self.first) & (node < self.end)
+
+            @pl.when(moves)
+            def _() -> None:
+                program = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, [ref[0] for ref in known]))
+                for ref, result in zip(written, program(node, *(ref[...] for ref in loaded)), strict=True):
+                    ref[...] = result
+
+            @pl.when(~moves)
+            def _() -> None:
+                written[0][...] = loaded[1][...]
+
+        like = [rows, *(before[i] for i in indices)]
+        rows, *parts = pl.pallas_call(
+            kernel,
+            out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
+            grid=(len(self.chain), self.batch // SAMPLES),
+            in_specs=[*specs, *kept, *[pl.BlockSpec((1,), lambda n, part: (0,))] * len(scalars)],
+            out_specs=[specs[1], *kept],
+            interpret=INTERPRET,
+            compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        )(*arrays, *scalars)
+        for i, leaf in zip(indices, parts, strict=True):
+            after[i] = leaf
+        return rows, after

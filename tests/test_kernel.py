@@ -1,0 +1,123 @@
+"""A step of stacked layers as one kernel: interpreted here, so that its numbers can be compared with those of the stack."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import Chain, Skip, batch, largest_difference
+
+import pcx
+from pcx.bench.scaling import build
+from pcx.shortcuts import kernel
+
+KERNEL = pcx.Shortcuts(kernel=True)
+RULES = {"sgd": optax.sgd(0.05), "momentum": optax.sgd(0.05, momentum=0.5), "adam": optax.adam(0.01, eps=1e-3)}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Blocks of four samples, and small layers."""
+    monkeypatch.setattr(kernel, "INTERPRET", True)
+    monkeypatch.setattr(kernel, "SAMPLES", 4)
+    monkeypatch.setattr(kernel, "WIDTHS", (3, 4))
+
+
+def launches(model, x, observed, **options):
+    """How many kernels the program of an inference has."""
+    return str(jax.make_jaxpr(lambda x: pcx.infer(model, x, observed, **options).values)(x)).count("pallas_call")
+
+
+def both(model, x, observed, **options):
+    return [pcx.infer(model, x, observed, shortcuts=way, **options) for way in (pcx.ALL_SHORTCUTS, KERNEL)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_kernel_is_the_stack(residual, rule):
+    """All layers equal, the last one fixed; every node has an error from the start, so that all steps are the kernel's."""
+    model, (x, y) = build(4, 6, residual), batch(4, 4, size=8)
+    options = {"optimiser": RULES[rule], "steps": 5, "init": "zeros"}
+    stacked, fused = both(model, x, {"vodes.5": y}, **options)
+    assert launches(model, x, {"vodes.5": y}, shortcuts=KERNEL, **options) == 5
+    assert largest_difference(stacked.values, stacked.forward.values) > 0.01
+    found, expected = ((done.values, done.optimiser_state) for done in (fused, stacked))
+    assert largest_difference(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("init", ["forward", "zeros"])
+@pytest.mark.parametrize("steps", [7, 16])
+def test_between_other_layers(init, steps):
+    """A chain inside of a network: the nodes before and after it are moved apart, and their energies pull at its ends."""
+    model, (x, y) = Chain([5, 4, 4, 4, 4, 2], activation=jnp.tanh), batch(5, 2, size=12)
+    options = {"optimiser": RULES["momentum"], "steps": steps, "init": init}
+    stacked, fused = both(model, x, {"vodes.4": y}, **options)
+    reach = 4 if init == "forward" else 0  # steps of the wave front are not the kernel's
+    written = steps - reach if steps - reach <= 8 else 1
+    assert launches(model, x, {"vodes.4": y}, shortcuts=KERNEL, **options) == written
+    assert largest_difference(fused.values, stacked.values) < 1e-14
+
+
+@pytest.mark.parametrize("setting", ["float32", "tensorfloat32", "bfloat16", "state"])
+def test_anchored_products(setting):
+    """In single precision: products as differences from the start, and a state in bfloat16."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Chain([4, 4, 4, 4, 4, 3], activation=jnp.tanh))
+    x, y = (a.astype(jnp.float32) for a in batch(4, 3, size=8))
+    dtype = {"state_dtype": jnp.bfloat16} if setting == "state" else {}
+    with jax.default_matmul_precision("bfloat16" if setting == "state" else setting):
+        stacked, fused = both(model, x, {"vodes.4": y}, optimiser=RULES["momentum"], steps=6, init="zeros", **dtype)
+    scale = largest_difference(stacked.values, stacked.forward.values)
+    bound = {"float32": 1e-6, "tensorfloat32": 1e-6, "bfloat16": 2e-2, "state": 2e-2}[setting]
+    assert largest_difference(fused.values, stacked.values) < bound * scale
+
+
+def test_under_jit_and_a_map_over_learning_rates():
+    """Numbers that are traced, and mapped, come into the kernel as arguments."""
+    model, (x, y) = build(4, 5), batch(4, 4, size=4)
+
+    def settle(rate, shortcuts):
+        return pcx.infer(model, x, {"vodes.4": y}, optimiser=optax.sgd(rate), steps=3, init="zeros", shortcuts=shortcuts).values
+
+    rates = jnp.array([0.02, 0.1])
+    mapped = jax.jit(jax.vmap(lambda rate: settle(rate, KERNEL)))(rates)
+    for i, rate in enumerate(rates):
+        assert largest_difference(jax.tree.map(lambda a, i=i: a[i], mapped), settle(rate, pcx.ALL_SHORTCUTS)) < 1e-14
+
+
+CASES = {
+    "samples that do not fill blocks": (lambda: build(4, 5), 6, "vodes.4", {}),
+    "a width that is no power of two": (lambda: build(5, 5), 8, "vodes.4", {}),
+    "a precision": (lambda: build(4, 5), 8, "vodes.4", {"precision": {f"vodes.{i}": 2.0 for i in range(5)}}),
+    "a rate per unit": (lambda: build(4, 5), 8, "vodes.4", {"optimiser": optax.sgd(0.1 * jnp.arange(1.0, 5.0))}),
+    "no optimiser of one node alone": (
+        lambda: build(4, 5), 8, "vodes.4", {"optimiser": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_stacked_or_not(case):
+    """Refused, with the numbers of the other ways."""
+    make, size, last, options = CASES[case]
+    model = make()
+    x, y = batch(*(2 * [model.vodes[0].shape[0]]), size=size)
+    options = {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"} | options
+    assert launches(model, x, {last: y}, shortcuts=KERNEL, **options) == 0
+    plain, asked = both(model, x, {last: y}, **options)
+    assert largest_difference(asked.values, plain.values) == 0.0
+
+
+def test_a_node_that_others_read_too():
+    """A skip connection into the middle of a chain is not one."""
+    model, (x, y) = Skip(4, 5, 4), batch(4, 4, size=8)
+    last = list(pcx.graph(model, x).parents)[-1]
+    options = {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"}
+    assert launches(model, x, {last: y}, shortcuts=KERNEL, **options) == 0
+
+
+def test_it_is_asked_for(monkeypatch):
+    """By default there is none, and without a GPU there is none."""
+    model, (x, y) = build(4, 5), batch(4, 4, size=8)
+    options = {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"}
+    assert launches(model, x, {"vodes.4": y}, **options) == 0
+    monkeypatch.setattr(kernel, "INTERPRET", False)
+    assert launches(model, x, {"vodes.4": y}, shortcuts=KERNEL, **options) == 0
