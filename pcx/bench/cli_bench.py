@@ -116,7 +116,8 @@ def population(
 SCALING_HELP = """How time grows with batch, width, depth and inference steps, with and without stacking of equal layers.
 
 Part `scaling` is the paper's figure: training a small MLP, one of the four numbers multiplied at a time. Part `depth` is
-the inference phase alone for 4 to 64 equal layers, a plain chain and a residual one. Records and a figure for each.
+the inference phase alone for 4 to 64 equal layers, a plain chain and a residual one; on a GPU also with one kernel for each
+step. Records and a figure for each.
 
 Examples:
 
