@@ -114,6 +114,18 @@ def test_a_node_that_others_read_too():
     assert launches(model, x, {last: y}, shortcuts=KERNEL, **options) == 0
 
 
+@pytest.mark.parametrize("node", [0, 2, 4], ids=["first", "middle", "last"])
+def test_a_node_that_is_observed_in_part(node):
+    """The first one of a chain may be; it is moved apart. Others break the chain."""
+    model, (x, y) = build(4, 5), batch(4, 4, size=8)
+    part = pcx.Observed(y, jnp.arange(4) < 2)
+    observed = {"vodes.4": y} | {f"vodes.{node}": part}
+    options = {"optimiser": RULES["momentum"], "steps": 4, "init": "zeros"}
+    assert launches(model, x, observed, shortcuts=KERNEL, **options) == (4 if node == 0 else 0)
+    plain, asked = both(model, x, observed, **options)
+    assert largest_difference(asked.values, plain.values) < 1e-14
+
+
 def test_it_is_asked_for(monkeypatch):
     """By default there is none, and without a GPU there is none."""
     model, (x, y) = build(4, 5), batch(4, 4, size=8)

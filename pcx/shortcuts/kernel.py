@@ -74,6 +74,7 @@ class ChainKernel:
         like = [factors[name] for name in self.members]
         return (
             read & set(self.inside) <= {self.chain[0], self.chain[-1]}
+            and self.chain[-1] not in self.energy.start.lone
             and all(part == (self.batch, self.width) for part in parts)
             and all(jnp.ndim(number) == 0 for number in (*self.optimiser.consts, *shared))
             and all(factor.energy is like[0].energy and factor.precision is None for factor in like)
