@@ -590,6 +590,30 @@ script.main()
         assert "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "code", "told"),
+    [
+        ("VARIANTS = {'torn': 1", 2, "error: {file} cannot be read: '{{' was never closed, in line 1; mend it or remove it.\n"),
+        ("VARIANTS = {'mine': 1}", 2, "error: {file} has no function make; "),
+        ("VARIANTS, make = {'pc_se': 1}, print", 2, "error: two algorithms are called 'pc_se': in {file} and in "),
+        ("raise KeyboardInterrupt", 130, "stopped\n"),
+    ],
+)
+def test_a_command_line_that_cannot_be_loaded_is_one_sentence(tmp_path, content, code, told):
+    """A broken file among the algorithms is named; so early a Ctrl-C is no traceback either."""
+    (tmp_path / "mine.py").write_text(content)
+    program = f"""
+import pcx.algorithms
+pcx.algorithms.__path__.append({str(tmp_path)!r})
+from pcx.bench import script
+script.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr.startswith(told.format(file=tmp_path / "mine.py"))
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_command_is_the_one_that_says_so():
     import tomllib
 
