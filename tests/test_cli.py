@@ -77,6 +77,10 @@ def test_help_has_examples(command, parts):
         assert part in flat
 
 
+def test_the_version_is_that_of_the_package():
+    assert run_command("--version") == (0, f"pcx {pcx.__version__}\n", "")
+
+
 # --- refusals
 
 
@@ -115,6 +119,12 @@ def test_help_has_examples(command, parts):
         (["digits/mlp", "-a", "pc_se", "--set", "hidden=-1"], ["hidden is -1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T"], ["name=value", "'T'"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T="], ["name=value", "'T='"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T=3", "--set", "T=4"], ["T twice", "as 3 and as 4"]),
+        (["digits/mlp", "-a", "pc_se", "--epochs", "3", "--set", "epochs=4"], ["--epochs is 3", "epochs=4", "one of them"]),
+        (["digits/mlp", "-a", "pc_se", "--precision", "bf16", "--set", "precision=tf32"], ["--precision is bf16", "=tf32"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "algorithm=pc_ce"], ["algorithm is not a setting", "--algorithm pc_ce"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "seeds=2"], ["seeds is not a setting", "--seeds 2"]),
+        (["digits/mlp", "-a", "pc_se", "--out", ""], ["--out is empty"]),
         (["digits/mlp", "-a", "pc_se", "--set", "batch=2000"], ["batch of 2000", "1438"]),
         (["digits/mlp", "-a", "pc_se", "--epochs", "0"], ["epochs is 0", "at least 1"]),
         (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
@@ -159,7 +169,7 @@ def test_a_folder_that_is_a_file_is_one_sentence(monkeypatch, tmp_path):
     code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "taken")
     assert code == 2
     assert err.startswith("error: ")
-    assert "taken" in err
+    assert err == "error: taken is a file; --out names a folder.\n"
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -219,12 +229,21 @@ def test_quick_is_two_epochs_on_two_thousand_images_and_marked(started):
     assert len({first["path"], second["path"], third["path"]}) == 3  # each in a folder of its own
 
 
+def test_a_setting_may_be_given_twice_alike(started):
+    arguments = ["--epochs", "3", "--set", "epochs=3", "--set", "T=4", "--set", "T=4"]
+    assert run_command("run", "digits/mlp", "-a", "pc_se", *arguments)[0] == 0
+    assert (started[0]["config"].epochs, started[0]["config"].hyper.T) == (3, 4)
+
+
 def test_every_seed_diverged_is_a_failure(monkeypatch):
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", lambda *_, **__: SUMMARY | {"diverged": [0, 1]})
     code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "2")
     assert code == 2
     assert "every seed diverged" in err
+    assert "above energy_limit=1e+08;" in err
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "2", "--set", "energy_limit=0")
+    assert "above energy_limit=0;" in err
     assert run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
 
 

@@ -429,6 +429,11 @@ def test_nothing_completed(tmp_path):
         (["digits/mlp", "-a", "pc_se", "--seed", "-1"], ["--seed is -1"]),
         (["digits/mlp", "-a", "pc_se", "--sampler", "tp"], ["--sampler is 'tp'", "tpe, random, grid"]),
         (["digits/mlp", "-a", "pc_se", "--only", "lrh"], ["'lrh' cannot be searched", "lr_h"]),
+        (["digits/mlp", "-a", "pc_se", "--only", "lr_h", "momentum_h"], ["commas", "--only lr_h,momentum_h"]),
+        (["digits/mlp", "-a", "pc_se", "--only", "lr_h,", "momentum_h"], ["commas", "--only lr_h,momentum_h"]),
+        (["digits/mlp", "-a", "pc_se", "momentum_h"], ["name=value", "'momentum_h'"]),
+        (["digits/mlp", "-a", "pc_se", "--epochs", "2", "--set", "epochs=3"], ["--epochs is 2", "epochs=3"]),
+        (["digits/mlp", "-a", "pc_se", "--out", ""], ["--out is empty"]),
         (["digits/mlp", "-a", "pc_se", "--set", "validation=0"], ["validation split", "0.1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "validation=0.00001"], ["validation"]),
         (["digits/mlp", "-a", "pc_se", "--set", "patience=3"], ["patience"]),
@@ -449,6 +454,12 @@ def test_bad_input(arguments, parts):
         assert part in err.splitlines()[-1]
 
 
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    code, _, err = run_command("search", "digits/mlp", "-a", "pc_se", "--out", str(tmp_path / "taken"))
+    assert (code, err) == (2, f"error: {tmp_path / 'taken'} is a file; --out names a folder.\n")
+
+
 def test_optuna_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run_command("search", "digits/mlp", "-a", "pc_se")
@@ -460,7 +471,14 @@ def test_help_has_examples():
     code, out, _ = run_command("search", "--help")
     flat = " ".join(out.split())
     assert code == 0
-    for part in ("pcx search cifar10/vgg9 --algorithm cn --trials 50", "--sampler", "--storage", "Ctrl-C", "best.json"):
+    for part in (
+        "pcx search cifar10/vgg9 --algorithm cn --trials 50",
+        "--sampler",
+        "--storage",
+        "Ctrl-C",
+        "best.json",
+        "as in lr_h,momentum_h",
+    ):
         assert part in flat
 
 

@@ -24,6 +24,19 @@ def fail(message: object) -> typer.Exit:
     return typer.Exit(2)
 
 
+def path_of(text: str) -> Path:
+    """A path as typed. An empty one, such as an unset variable, would be the present folder."""
+    if not text.strip():
+        raise fail("--out is empty; name a file or a folder, or leave --out away.")
+    return Path(text)
+
+
+def check_folder(out: Path | None) -> None:
+    """Refuse a file where a folder is wanted."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"{out} is a file; --out names a folder.")
+
+
 def say(text: str) -> None:
     """A line of progress."""
     print(text, file=sys.stderr, flush=True)
@@ -48,7 +61,7 @@ Algorithm = Annotated[str | None, typer.Option("--algorithm", "-a", help=ALGORIT
 Precision = Annotated[str, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")]
 Epochs = Annotated[int, typer.Option(help="epochs that count; one more warms up")]
 Random = Annotated[bool, typer.Option("--random", help="random images of the data set's number and shape")]
-Out = Annotated[Path | None, typer.Option(help="file of records (default results/speed.jsonl)")]
+Out = Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/speed.jsonl)")]
 Quick = Annotated[bool, typer.Option("--quick", help="two epochs of 10 steps on 2,000 images; never enters a table")]
 
 SPEED_HELP = """Seconds per epoch of the paper's timing rows, by PC and by BP.
@@ -133,7 +146,7 @@ def scaling(
     precision: Precision = "tf32",
     quick: Annotated[bool, typer.Option("--quick", help="two points each, few batches; figures are named -quick")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="measure nothing; draw the newest records")] = False,
-    out: Annotated[Path | None, typer.Option(help="file of records (default results/scaling.jsonl)")] = None,
+    out: Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/scaling.jsonl)")] = None,
     figure: Annotated[
         Path | None, typer.Option(help="the first figure (default results/scaling.png); depth.png is beside it")
     ] = None,
