@@ -539,12 +539,32 @@ def test_the_newest_of_an_accelerator_is_shown():
     assert (row["median"], row["device"], row["ratio"]) == ("9", "cpu", "")  # BP was timed elsewhere
 
 
-@pytest.mark.parametrize("broken", ['{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'])
+TIMES = ({}, {"median": 0.5}, {"median": "fast", "std": 0.1}, 3)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *('{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'),
+        *(timed(0.5, seconds=seconds) for seconds in TIMES),
+        timed(0.5) | {"device": "H200"},
+    ],
+    ids=str,
+)
 def test_a_line_that_is_not_a_timing_is_named(broken):
     write(timed(0.5), broken, path="results/speed.jsonl")
     code, out, err = run_command("table", "timing")
     assert (code, out) == (2, "")
     assert re.match(r"error: line 2 of results/speed\.jsonl is not a record", err)
+
+
+@pytest.mark.parametrize("command", ["speed", "population", "scaling"])
+def test_measurements_are_not_added_to_a_file_of_something_else(tmp_path, command):
+    (tmp_path / "README.md").write_text("# Mine\n")
+    code, _, err = run_command("bench", command, "--quick", "--out", "README.md")
+    assert (code, err) == (2, "error: line 1 of README.md is not a record; remove it or restore the file.\n")
+    assert run_command("bench", command, "--out", "")[2].startswith("error: --out is empty")
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
 
 
 def test_unknown_tables_and_formats_are_refused():

@@ -88,10 +88,12 @@ def speed(
     quick: Quick = False,
     uncompiled: Annotated[bool, typer.Option(help="also time a few steps without compiling, which takes a minute")] = True,
 ) -> None:
+    from pcx.bench import record
     from pcx.bench import speed as work
 
     path = out or work.file("speed.jsonl")
     with refusals(path):
+        record.check(path, record.SPEED)
         names = [name.strip() for name in rows.split(",") if name.strip()]
         records = work.speed(names, precision, epochs, random, quick, path, say, uncompiled)
         print(work.as_text(records))
@@ -117,10 +119,12 @@ def population(
     out: Out = None,
     quick: Quick = False,
 ) -> None:
+    from pcx.bench import record
     from pcx.bench import speed as work
 
     path = out or work.file("speed.jsonl")
     with refusals(path):
+        record.check(path, record.SPEED)
         found = work.population(task, seeds, precision, epochs, random, quick, path, say)
         one, many = (found["seconds"][name]["median"] for name in ("one", "all"))
         print(f"{task}: {one:.4f} s per epoch of one seed, {many:.4f} s of {seeds}, {found['ratio']:.2f} times as long")
@@ -151,7 +155,7 @@ def scaling(
         Path | None, typer.Option(help="the first figure (default results/scaling.png); depth.png is beside it")
     ] = None,
 ) -> None:
-    from pcx.bench import plots
+    from pcx.bench import plots, record
     from pcx.bench import scaling as work
     from pcx.bench.speed import file
 
@@ -161,6 +165,7 @@ def scaling(
     suffix = "-quick" if quick else ""
     picture = figure or path.with_name(f"scaling{suffix}.png")
     with refusals(path):
+        record.check(path, record.SCALING)
         for name in ("scaling", "depth") if part == "both" else (part,):
             measure = {"scaling": work.scaling, "depth": work.depth}[name]
             records = work.newest(path, name) if draw else measure(path, quick, say, precision)
