@@ -287,6 +287,28 @@ def test_a_killed_process_leaves_its_trial_to_others(tmp_path, digits):
     assert study.trials[1].params == {"lr_theta": 0.0123}
 
 
+@pytest.mark.parametrize("left", [b'{"op_code":4,"worker_id', b"\xff"])
+def test_a_line_that_was_half_written_is_dropped(tmp_path, digits, left):
+    """A process was killed while it wrote; the search goes on with what is whole, and says so."""
+    place, plan, told = tmp_path / "s", plan_of(), []
+    search.search(plan, digits, str(place), 1, report=told.append)
+    with place.open("ab") as file:
+        file.write(left)
+    study = search.search(plan, digits, str(place), 2, report=told.append)
+    assert states(study) == states(search.open_study(plan, str(place))) == [TrialState.COMPLETE] * 2
+    assert [text for text in told if "half written" in text] == [
+        f"the last line of {place} was half written by a process that is gone; it is dropped"
+    ]
+
+
+def test_a_damaged_study_is_one_sentence(tmp_path):
+    place = tmp_path / "s"
+    search.open_study(plan_of(), str(place))
+    place.write_bytes(b"{torn\n" + place.read_bytes())
+    with pytest.raises(ConfigError, match=r"cannot be opened in .*; give another --out or --storage"):
+        search.open_study(plan_of(), str(place))
+
+
 @pytest.mark.parametrize("error", [runs.Stopped, KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_trial_is_closed(tmp_path, digits, monkeypatch, error):
     """Nothing is left running; after a stop the same settings are tried again, after an error they are not."""
