@@ -8,11 +8,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
-from helpers import Chain, batch
+from helpers import Chain, batch, untyped
 from snapshots import bits, snapshot, tracers
 
 import pcx
@@ -39,16 +38,6 @@ def refuses(*words: str, models: Any = ()) -> Iterator[None]:
     assert snapshot(*models) == before
     assert bits(list(models)) == arrays
     assert not tracers(*models)
-
-
-@contextmanager
-def untyped() -> Iterator[None]:
-    """Without the checks of types that this suite adds: users do not have them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def infer(model: Any, x: Any, y: Any, **options: Any) -> Any:
