@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -651,6 +652,15 @@ script.main()
     assert done.returncode == code
     assert done.stderr.startswith(told.format(file=tmp_path / "mine.py"))
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
+    (tmp_path / "jax.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+    (tmp_path / "pcx").write_text("from pcx.bench.script import main\nmain()\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(pcx.__file__).parent.parent)])
+    command = [sys.executable, str(tmp_path / "pcx")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 def test_the_command_is_the_one_that_says_so():

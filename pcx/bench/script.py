@@ -3,6 +3,7 @@
 That is where packages are not installed, a file in `pcx/algorithms` is broken, or Ctrl-C comes early.
 """
 
+import signal
 import sys
 
 from pcx._types import ModelError
@@ -12,6 +13,8 @@ EXTRA = {"matplotlib", "PIL", "pooch", "rich", "sklearn", "tqdm", "typer"}  # wh
 
 def main() -> None:
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # in the background of a shell it is
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         from pcx.bench.cli import main as run
 
         run()
