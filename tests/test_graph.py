@@ -200,9 +200,12 @@ def test_the_input_is_drawn_where_it_is_read():
     import matplotlib
 
     matplotlib.use("Agg")
-    axes = pcx.draw(FromInput(), jnp.ones((2, 3)))
-    assert [text.get_text() for text in axes.texts].count("x") == 2
-    assert [text.get_text() for text in pcx.draw(Roots()).texts].count("x") == 0
+    texts = pcx.draw(FromInput(), jnp.ones((2, 3))).texts
+    b = next(text.get_position() for text in texts if text.get_text().startswith("b\n"))
+    arrows = [text.xy for text in texts if text.get_text() == "x"]
+    assert len(arrows) == 2  # to a and, from above, to b; the root z has none
+    assert b[0] in [left for left, _ in arrows]
+    assert "x" not in [text.get_text() for text in pcx.draw(Roots()).texts]
 
 
 def test_a_root_without_prior_is_printed_without_energy():
