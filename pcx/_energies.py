@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pcx._types import ModelError
@@ -33,10 +34,6 @@ class Energy:
         return self.name
 
 
-def _cross_entropy_terms(h: Array, u: Array) -> Array:
-    return -h * jax.nn.log_softmax(u)
-
-
 squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), stationary=True, difference=True)
 """``½ Σ (h - u)²``: the Gaussian node of Eq. 1, up to a constant.
 
@@ -44,7 +41,7 @@ squared_error = Energy("squared_error", lambda h, u: 0.5 * jnp.square(h - u), st
 2.5
 """
 
-cross_entropy = Energy("cross_entropy", _cross_entropy_terms, stationary=False)
+cross_entropy = Energy("cross_entropy", lambda h, u: -h * jax.nn.log_softmax(u), stationary=False)
 """``-Σ h log softmax(u)``: ``u`` are logits (the softmax is over the last axis) and ``h`` a distribution, such as a one-hot
 label.
 
@@ -54,6 +51,15 @@ label.
 
 zero = Energy("zero", lambda h, u: jnp.zeros((), u.dtype), stationary=True)
 """No energy: a root latent without a prior."""
+
+
+def check_factor(name: str, energy: Any, precision: Any) -> None:
+    """Refuse what is no energy or no precision; what is traced, or a function of the step, is not looked at."""
+    if not callable(energy):
+        raise ModelError(f"the energy of node {name!r} is {energy!r}; give a function of h and u, such as pcx.squared_error.")
+    known = np.ones(()) if precision is None or callable(precision) or isinstance(precision, jax.core.Tracer) else precision
+    if not 0 <= np.min(np.asarray(known)) <= np.max(np.asarray(known)) < np.inf:
+        raise ModelError(f"the precision of node {name!r} is {precision}; it is finite and at least zero.")
 
 
 def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -70,10 +76,8 @@ def weighted(energy: Callable[[Array, Array], Array], h: Array, u: Array, precis
     if precision.ndim == 0:
         return precision * energy(h, u)
     if not isinstance(energy, Energy):
-        raise ModelError(
-            f"the precision of node {name!r} has shape {precision.shape}, but its energy is a function of the user's "
-            "that returns one number; give a scalar precision, or an `Energy` with terms."
-        )
+        what = f"the precision of node {name!r} has shape {precision.shape}, but its energy is a function"
+        raise ModelError(f"{what} that returns one number; give a scalar precision, or an `Energy` with terms.")
     if not _fits(precision.shape, u.shape):
         raise ModelError(f"the precision of node {name!r} has shape {precision.shape}, but the node has shape {u.shape}.")
     return jnp.sum(precision * energy.terms(h, u))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pcx._energies import cross_entropy, weighted, zero
+from pcx._energies import check_factor, cross_entropy, weighted, zero
 from pcx._init import Init, InitFunction, as_init, forward
 from pcx._model import (
     Binding,
@@ -31,7 +31,7 @@ from pcx._model import (
     running,
     weight_dtype,
 )
-from pcx._types import Displaced, Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
+from pcx._types import INPUT, Displaced, Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
 
 M = TypeVar("M")
 
@@ -181,9 +181,9 @@ def observe(model: Any, observed: Observations | None, shapes: Mapping[str, Any]
             check_labels(value, shape[1], f"node {name!r}")
             value = jax.nn.one_hot(value, shape[1], dtype=dtype)
         if value.shape != shape:
+            labels = f", or {shape[:1]} integer labels," if len(shape) == 2 else ""
             raise ModelError(
-                f"node {name!r} takes values of shape {shape} (batch first) but was given {value.shape}"
-                + (f", or {shape[:1]} integer labels." if len(shape) == 2 else ".")
+                f"node {name!r} takes shape {shape} (batch first){labels} but was given {value.shape} {value.dtype}."
             )
         value = value.astype(dtype)
         result[name] = Observed(value, part.mask) if isinstance(part, Observed) else value
@@ -208,18 +208,13 @@ def initialise(
     return begin(model, x, observed, init, key, training, batch).values
 
 
-def begin(
-    model: Any,
-    x: Any,
-    observed: Observations | None,
-    init: Init | Mapping[str, Init] | None,
-    key: Key,
-    training: bool,
-    batch: int | None,
-) -> Run:
+def begin(model: Any, x: Any, observed: Observations | None, init: Init | Mapping[str, Init] | None, key: Key, training: bool,
+          batch: int | None) -> Run:  # fmt: skip
     """The run that initialises all nodes."""
     n = batch_size(x, observed, batch=batch)
     shapes = jax.eval_shape(lambda: run(model, {}, x, key=key, training=training, batch=n).predictions)
+    if not shapes:
+        raise ModelError(f"{type(model).__name__} calls no vode; give it a pcx.Vode for every group of neurons with a value.")
     starts = {name: function for name, function in start_rules(model, init).items() if function is not forward}
     return execute(model, observe(model, observed, shapes), x, {}, starts, key, training, n)
 
@@ -258,9 +253,7 @@ class Objective(NamedTuple):
 
 
 def factor_energies(
-    factors: Mapping[str, Factor],
-    values: Mapping[str, Array] | Displaced,
-    predictions: Mapping[str, Array],
+    factors: Mapping[str, Factor], values: Mapping[str, Array] | Displaced, predictions: Mapping[str, Array]
 ) -> Nodes[Float[Array, " batch"]]:
     """The energy of every factor (node, prediction, energy with its precision), one number per sample.
 
@@ -316,15 +309,21 @@ def make_objective(model: Any, energy: Mapping[str, Any] | None, precision: Mapp
     for name in [*(energy or {}), *(precision or {})]:
         if name not in nodes:
             raise ModelError(f"the model has no node {name!r} to give an energy or a precision; near: {near(name, nodes)}.")
+    for name, vode in nodes.items():
+        check_factor(name, (energy or {}).get(name, vode.energy_function), (precision or {}).get(name))
     return Objective(energy or {}, precision or {})
 
 
 class Graph(NamedTuple):
-    """Who predicts whom: for every node, in the order of calls, the nodes that its prediction reads."""
+    """Who predicts whom: for every node, in the order of calls, the nodes that its prediction reads.
+
+    ``readers`` are the nodes whose predictions read the input, alone or beside other nodes.
+    """
 
     parents: Nodes[frozenset[str]]
     shapes: Nodes[tuple[int, ...]]
     energies: Nodes[str]
+    readers: frozenset[str]
 
     @property
     def sinks(self) -> list[str]:
@@ -336,7 +335,7 @@ class Graph(NamedTuple):
         width = max(map(len, self.parents), default=4)
         rows = [
             f"{name:<{width}}  {'x'.join(map(str, self.shapes[name])) or '1':<12} {self.energies[name]:<14} "
-            + (f"<- {', '.join(n for n in self.parents if n in its)}" if its else "<- input")
+            + f"<- {', '.join([*(n for n in self.parents if n in its), *['input'] * (name in self.readers)]) or 'nothing'}"
             for name, its in self.parents.items()
         ]
         return "\n".join(rows)
@@ -348,19 +347,20 @@ def graph(model: Any, x: Any = None) -> Graph:
     count = batch_size(x) if as_inputs(x) else 1
     done = jax.eval_shape(lambda: run(model, {}, x, batch=count))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.result_type(a)), as_inputs(x))
-    parents = dependencies(model, first)
+    reads = dependencies(model, first)
+    parents = Nodes({name: its - {INPUT} for name, its in reads.items()})
     factors = Objective().factors(model, done.predictions, 0)
     labels = {name: getattr(factor.energy, "__name__", str(factor.energy)) for name, factor in factors.items()}
-    return Graph(parents, Nodes({n: tuple(u.shape[1:]) for n, u in done.predictions.items()}), Nodes(labels))
+    shapes = Nodes({name: tuple(u.shape[1:]) for name, u in done.predictions.items()})
+    return Graph(parents, shapes, Nodes(labels), frozenset(name for name, its in reads.items() if INPUT in its))
 
 
 def output_node(model: Any, x: Any = None) -> str:
     """The name of the node that gets the label or the data: the one that no other node reads."""
     sinks = graph(model, x).sinks
     if len(sinks) != 1:
-        raise ModelError(
-            f"the model has {len(sinks)} nodes that no other node reads ({', '.join(sinks)}); name the one you mean."
-        )
+        found = f"{len(sinks)} nodes that no other node reads ({', '.join(sinks)})"
+        raise ModelError(f"the model has {found}; name the one you mean.")
     return sinks[0]
 
 

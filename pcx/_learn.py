@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from pcx._free_energy import batch_size, execute, factor_energies, make_objective, update_state
 from pcx._infer import infer
-from pcx._model import Vode, named, partition
+from pcx._model import Vode, named, partition, path_name
 from pcx._types import Displaced, Key, ModelError, Nodes, Trained, near
 from pcx.shortcuts import products
 from pcx.shortcuts.plan import Program
@@ -90,6 +90,10 @@ def weight_gradient(
 def apply_gradient(model: M, gradient: M, optimiser: optax.GradientTransformation, state: Any) -> tuple[M, Any]:
     """One update of the weights by an optax optimiser."""
     weights, rest = partition(model)
+    trees = (state, jax.eval_shape(optimiser.init, weights))
+    found, wanted = ({path_name(path): jnp.shape(a) for path, a in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees)
+    if found != wanted:
+        raise ModelError("the state is not that of this optimiser and model; it begins as optimiser.init(pcx.weights(model)).")
     refuse_nan(optimiser, weights, "weight")
     updates, state = optimiser.update(gradient, state, weights)
     return eqx.combine(eqx.apply_updates(weights, updates), rest), state

@@ -23,7 +23,7 @@ from jax.extend.core import get_opaque_trace_state
 from pcx._energies import squared_error
 from pcx._init import Init
 from pcx._jaxpr import reach
-from pcx._types import Key, ModelError, Nodes, Rule, near
+from pcx._types import INPUT, Key, ModelError, Nodes, Rule, near
 
 M = TypeVar("M")
 Part = TypeVar("Part")
@@ -243,8 +243,7 @@ class EnergyModule(Module, metaclass=_NameNodes):
 def one_hot(value: Any, shape: tuple[int, ...] | None, dtype: Any, label: str) -> jax.Array:
     """An integer class for a node with one axis as a one-hot vector; other values in the node's dtype."""
     value = jnp.asarray(value)
-    integer = jnp.issubdtype(value.dtype, jnp.integer)
-    if integer and shape is not None and len(shape) == 1 and value.ndim < 1:
+    if jnp.issubdtype(value.dtype, jnp.integer) and shape is not None and len(shape) == 1 and value.ndim < 1:
         check_labels(value, shape[0], label)
         return jax.nn.one_hot(value, shape[0], dtype=dtype)
     return value.astype(dtype)
@@ -327,9 +326,7 @@ def partition(model: M, kind: type | Sequence[type] = LayerParam) -> tuple[M, M]
     wanted = (kind,) if isinstance(kind, type) else tuple(kind)
     leaves, structure = jax.tree.flatten(model)
     chosen = [k in wanted and eqx.is_inexact_array(leaf) for k, leaf in zip(kinds(model), leaves, strict=True)]
-    mine = [leaf if c else None for c, leaf in zip(chosen, leaves, strict=True)]
-    rest = [None if c else leaf for c, leaf in zip(chosen, leaves, strict=True)]
-    return jax.tree.unflatten(structure, mine), jax.tree.unflatten(structure, rest)
+    return eqx.partition(model, jax.tree.unflatten(structure, chosen))
 
 
 def weight_dtype(model: Any) -> Any:
@@ -340,8 +337,7 @@ def weight_dtype(model: Any) -> Any:
 
 def copy(model: M) -> M:
     """New objects all the way down, the same arrays."""
-    leaves, structure = jax.tree.flatten(model)
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda leaf: leaf, model)
 
 
 def refuse_shared(model: Any) -> None:
@@ -363,10 +359,9 @@ def refuse_shared(model: Any) -> None:
     if twice:
         pairs, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda node: node is twice[0])
         paths = [path_name(path) for path, node in pairs if node is twice[0]]
-        raise ModelError(
-            f"one {type(twice[0]).__name__} is at {' and '.join(paths)}; an update would make them two. "
-            + ("Make one for each." if isinstance(twice[0], Vode) else "Keep it in one attribute and call it twice.")
-        )
+        advice = "Make one for each." if isinstance(twice[0], Vode) else "Keep it in one attribute and call it twice."
+        where = f"one {type(twice[0]).__name__} is at {' and '.join(paths)}"
+        raise ModelError(f"{where}; an update would make them two. {advice}")
 
 
 @dataclasses.dataclass
@@ -402,9 +397,8 @@ class Binding:
         vode.check_shape(u.shape, "prediction")
         value = self.rules[name](u) if name in self.rules else u
         if value.shape != u.shape:
-            raise ModelError(
-                f"node {name!r} has shape {u.shape} per sample, but the given value has shape {value.shape} per sample."
-            )
+            given = f"the given value has shape {value.shape} per sample"
+            raise ModelError(f"node {name!r} has shape {u.shape} per sample, but {given}.")
         value = value.astype(self.dtype)
         self.visits[name] = Visit(u, value, root)
         return value
@@ -465,7 +459,7 @@ def _constant(value: Any) -> Rule:
 
 
 def dependencies(model: Any, inputs: tuple[Any, ...]) -> Nodes[frozenset[str]]:
-    """Who predicts whom, for one sample: for every node, in the order of calls, the nodes that its prediction reads."""
+    """Who predicts whom, for one sample: for every node, in the order of calls, what its prediction reads: nodes, `INPUT`."""
     arrays, rest = eqx.partition(abstract((model, inputs)), lambda leaf: hasattr(leaf, "shape"))
 
     def predictions(values: Mapping[str, Any], arrays: Any) -> Nodes[jax.Array]:
@@ -476,7 +470,8 @@ def dependencies(model: Any, inputs: tuple[Any, ...]) -> Nodes[frozenset[str]]:
 
     values = jax.eval_shape(lambda arrays: predictions({}, arrays), arrays)
     program = jax.make_jaxpr(predictions)(values, arrays).jaxpr
-    labels = [frozenset([name]) for name in values] + [frozenset[str]()] * len(jax.tree.leaves(arrays))
+    labels = [frozenset([name]) for name in values] + [frozenset[str]()] * len(jax.tree.leaves(arrays[0]))
+    labels += [frozenset([INPUT])] * len(jax.tree.leaves(arrays[1]))
     return Nodes(zip(values, reach(program, labels), strict=True))
 
 

@@ -16,6 +16,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
+INPUT = ""  # stands for the input among names of nodes
 Key: TypeAlias = Any  # a typed key (`jax.random.key`) or a raw `jax.random.PRNGKey`
 
 

@@ -1,8 +1,9 @@
 """Batteries of checks for what users write: a model (`check_model`) and an algorithm (`check_algorithm`)."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import optax
 from pcx._free_energy import as_inputs, batch_size, free_energy, freeze_state, run
 from pcx._model import EnergyModule, Vode, copy, named, partition
 from pcx._types import Key, ModelError, Nodes
+from pcx.algorithms._common import Algorithm, Metrics, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,10 @@ def _gradients(model: Any, x: Any, key: Key, size: int) -> None:
             )
 
 
+class CheckFailed(AssertionError):
+    """An algorithm is not as it must be; the message names it and says what fails."""
+
+
 class _Chain(EnergyModule):
     """The model that algorithms are checked on: three dense layers."""
 
@@ -174,9 +180,12 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _same(what: str, one: Any, other: Any, tolerance: float) -> None:
-    for a, b in zip(_arrays(one), _arrays(other), strict=True):
+    ones, others = _arrays(one), _arrays(other)
+    if [np.shape(a) for a in ones] != [np.shape(b) for b in others]:
+        raise CheckFailed(f"{what}: they have other arrays, or arrays of other shapes.")
+    for a, b in zip(ones, others, strict=True):
         if not np.allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance):
-            raise AssertionError(f"{what}: the largest difference is {np.max(np.abs(np.asarray(a) - np.asarray(b))):.3g}.")
+            raise CheckFailed(f"{what}: the largest difference is {np.max(np.abs(np.asarray(a) - np.asarray(b))):.3g}.")
 
 
 def check_algorithm(module: Any) -> None:
@@ -186,21 +195,79 @@ def check_algorithm(module: Any) -> None:
     seeds, keeps its state's structure and dtypes (so that it can be scanned), and takes its floats as traced values; then the
     identities and the closed-form equilibrium that the module declares.
     """
-    for field in ("Hyper", "VARIANTS", "SEARCH", "make"):
-        if not hasattr(module, field):
-            raise AssertionError(f"{module.__name__} declares no {field}; copy pcx/algorithms/_template.py.")
+    _declarations(module)
     with jax.enable_x64(True):
         for name, hyper in module.VARIANTS.items():
             label = f"{module.__name__}: {name}"
-            unknown = [key for key in module.SEARCH if not hasattr(hyper, key)]
-            if unknown:
-                raise AssertionError(f"{label}: SEARCH names {unknown[0]}, which is no setting of Hyper.")
-            for check in (_pure, _one_trace, _seeds, _scan, _dtypes, _traced_settings):
-                check(label, module, hyper)
+            for check, when in CHECKS.items():
+                with _explained(f"{label} fails when it is {when}"):
+                    check(label, module, hyper)
         for identity in getattr(module, "IDENTITIES", ()):
-            _identity(*identity)
+            with _explained(f"{module.__name__}: the identity {identity!r} cannot be checked"):
+                _identity(*identity)
         for name, (changes, factor) in getattr(module, "EQUILIBRIUM", {}).items():
-            _equilibrium(f"{module.__name__}: {name}", module, dataclasses.replace(module.VARIANTS[name], **changes), factor)
+            label = f"{module.__name__}: {name}"
+            with _explained(f"{label}: its EQUILIBRIUM cannot be checked"):
+                _equilibrium(label, module, dataclasses.replace(module.VARIANTS[name], **changes), factor)
+
+
+def _declarations(module: Any) -> None:
+    """The tables of a module, before anything runs."""
+    name = module.__name__
+    for field in ("Hyper", "VARIANTS", "SEARCH", "make"):
+        if not hasattr(module, field):
+            raise CheckFailed(f"{name} declares no {field}; copy pcx/algorithms/_template.py.")
+    if not isinstance(module.VARIANTS, Mapping) or not module.VARIANTS:
+        raise CheckFailed(f"{name}: VARIANTS is {module.VARIANTS!r}; it maps at least one name to its settings.")
+    for field in ("SEARCH", "EQUILIBRIUM"):
+        if not isinstance(getattr(module, field, {}), Mapping):
+            raise CheckFailed(f"{name}: {field} is of type {type(getattr(module, field)).__name__}; it is a mapping.")
+    for variant, hyper in module.VARIANTS.items():
+        if not isinstance(hyper, module.Hyper):
+            raise CheckFailed(f"{name}: {variant} is of type {type(hyper).__name__}; VARIANTS holds settings, such as Hyper().")
+        for key in module.SEARCH:
+            if not hasattr(hyper, key):
+                raise CheckFailed(f"{name}: {variant}: SEARCH names {key}, which is no setting of Hyper.")
+    for variant, entry in getattr(module, "EQUILIBRIUM", {}).items():
+        if variant not in module.VARIANTS:
+            raise CheckFailed(f"{name}: EQUILIBRIUM names {variant}, which is none of {', '.join(module.VARIANTS)}.")
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise CheckFailed(f"{name}: EQUILIBRIUM of {variant} is {entry!r}; it is (settings, function of them).")
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever the algorithm's own code raises, as one sentence."""
+    try:
+        yield
+    except CheckFailed:
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        raise CheckFailed(f"{what}: it keeps a traced value outside of its state, but a step is pure.") from error
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        advice = "branch on static settings, not on data or on floats"
+        raise CheckFailed(f"{what}: it asks for the value of what is traced; {advice} ({_reason(error)})") from error
+    except Exception as error:
+        raise CheckFailed(f"{what}: {type(error).__name__}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def _shape(label: str, module: Any, hyper: Any) -> None:
+    """What `make`, ``init`` and ``step`` return."""
+    algorithm = module.make(hyper, total_steps=20, weight_optimiser=None, output=None)
+    if not isinstance(algorithm, Algorithm):
+        raise CheckFailed(f"{label}: make returns {type(algorithm).__name__}; it returns Algorithm(init, step).")
+    x, y = _data(jnp.float64)
+    state = algorithm.init(_Chain(jax.random.key(0), jnp.tanh, True, jnp.float64), x, y, jax.random.key(0))
+    if not isinstance(state, State):
+        raise CheckFailed(f"{label}: init returns {type(state).__name__}; it returns a State.")
+    done = jax.eval_shape(algorithm.step, state, x, y, jax.random.key(0), 0)
+    if not isinstance(done, tuple) or len(done) != 2 or not isinstance(done[0], State) or not isinstance(done[1], Metrics):
+        found = ", ".join(type(part).__name__ for part in done) if isinstance(done, tuple) else type(done).__name__
+        raise CheckFailed(f"{label}: a step returns ({found}); it returns (State, Metrics).")
 
 
 def _start(module: Any, hyper: Any, dtype: Any = jnp.float64, seed: int = 0) -> tuple[Any, Any, Any, Any]:
@@ -217,12 +284,14 @@ def _compiled(algorithm: Any) -> Any:
 def _pure(label: str, module: Any, hyper: Any) -> None:
     algorithm, state, x, y = _start(module, hyper)
     kept = jax.tree.map(lambda a: np.asarray(a).copy(), _arrays(state))
+    traced_again = jax.jit(lambda *arguments: algorithm.step.__wrapped__(*arguments))
     first = algorithm.step(state, x, y, jax.random.key(0), 0)
-    second = algorithm.step(state, x, y, jax.random.key(0), 0)
+    for step in (algorithm.step, traced_again):
+        other = step(state, x, y, jax.random.key(0), 0)
+        _same(f"{label} is not a function of its arguments: two equal calls differ", first, other, 0.0)
     _same(f"{label} changes its arguments", kept, _arrays(state), 0.0)
-    _same(f"{label} is not a function of its arguments: two equal calls differ", first, second, 0.0)
     if int(first[0].step) != int(state.step) + 1:
-        raise AssertionError(f"{label}: a step must advance state.step by one.")
+        raise CheckFailed(f"{label}: a step must advance state.step by one.")
 
 
 def _one_trace(label: str, module: Any, hyper: Any) -> None:
@@ -237,9 +306,7 @@ def _one_trace(label: str, module: Any, hyper: Any) -> None:
     for i in range(3):
         state, _ = compiled(state, x + i, y, jax.random.key(i), jnp.asarray(i))
     if len(traces) != 1:
-        raise AssertionError(
-            f"{label} is traced {len(traces)} times for batches of one shape; a step must not depend on values."
-        )
+        raise CheckFailed(f"{label} is traced {len(traces)} times for batches of one shape; a step must not depend on values.")
 
 
 def _seeds(label: str, module: Any, hyper: Any) -> None:
@@ -264,7 +331,7 @@ def _scan(label: str, module: Any, hyper: Any) -> None:
     try:
         scanned, _ = jax.lax.scan(body, state, inputs)
     except TypeError as error:
-        raise AssertionError(f"{label}: a step changes the structure, shapes or dtypes of the state: {error}") from error
+        raise CheckFailed(f"{label}: a step changes the structure, shapes or dtypes of the state: {error}") from error
     for x in inputs:
         state, _ = body(state, x)
     _same(f"{label}: scanned steps differ from a loop", scanned, state, 1e-10)
@@ -275,7 +342,7 @@ def _dtypes(label: str, module: Any, hyper: Any) -> None:
     new, _ = jax.eval_shape(algorithm.step, state, x, y, jax.random.key(0), 0)
     before, after = ([a.dtype for a in jax.tree.leaves(tree)] for tree in (state, new))
     if before != after:
-        raise AssertionError(f"{label} changes dtypes of a float32 model: {before} to {after}.")
+        raise CheckFailed(f"{label} changes dtypes of a float32 model: {before} to {after}.")
 
 
 def _traced_settings(label: str, module: Any, hyper: Any) -> None:
@@ -289,6 +356,17 @@ def _traced_settings(label: str, module: Any, hyper: Any) -> None:
     # AdamW turns rounding of a gradient that should be zero into steps of up to lr·ε_machine/1e-8, hence the bound.
     traced = jax.jit(step)(jax.tree.map(jnp.asarray, floats))
     _same(f"{label}: settings as traced values give another step", traced, jax.jit(lambda: step(floats))(), 1e-7)
+
+
+CHECKS: dict[Callable[[str, Any, Any], None], str] = {
+    _shape: "made and called once",
+    _pure: "called again",
+    _one_trace: "compiled",
+    _seeds: "mapped over seeds",
+    _scan: "scanned",
+    _dtypes: "given a float32 model",
+    _traced_settings: "made with traced settings",
+}
 
 
 def _identity(text: str, one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]) -> None:
@@ -318,4 +396,4 @@ def _equilibrium(label: str, module: Any, hyper: Any, factor: Callable[[Any], fl
     expected = factor(hyper) * 0.5 * np.mean(np.einsum("bi,ij,bj->b", residual, np.linalg.inv(spread), residual))
     found = float(sum(metrics.energies.values()))
     if abs(found - expected) > 1e-8 * abs(expected):
-        raise AssertionError(f"{label}: the energy of a settled linear chain is {found:.12g}, its closed form {expected:.12g}.")
+        raise CheckFailed(f"{label}: the energy of a settled linear chain is {found:.12g}, its closed form {expected:.12g}.")

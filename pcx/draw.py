@@ -24,6 +24,8 @@ def draw(model: Any, x: Any = None, *, energies: Any = None, axes: Any = None) -
     except ImportError as error:
         raise ModelError("drawing needs matplotlib; install it with: pip install 'pcx[plot]'.") from error
     picture = graph(model, x)
+    if not picture.parents:
+        raise ModelError(f"{type(model).__name__} calls no vode; there is nothing to draw.")
     columns = _columns(picture)
     rows: dict[int, list[str]] = {}
     for name, column in columns.items():
@@ -39,9 +41,12 @@ def draw(model: Any, x: Any = None, *, energies: Any = None, axes: Any = None) -
             style = {"arrowstyle": "-|>", "color": "0.4", "shrinkA": 34, "shrinkB": 34}
             style["connectionstyle"] = "arc3,rad=-0.2" if far else "arc3"
             axes.annotate("", place[name], place[parent], arrowprops=style)
-        if not parents and x is not None:
+        if name in picture.readers:
             left, height = place[name]
-            axes.annotate("x", (left - 0.75, height), (left - 1.5, height), va="center", arrowprops={"arrowstyle": "-|>"})
+            start, end = (left - 1.5, height), (left - 0.75, height)
+            if parents:  # their arrows come from the left, so this one comes from above
+                start, end = (left, height + 0.7), (left, height + 0.3)
+            axes.annotate("x", end, start, ha="center", va="center", arrowprops={"arrowstyle": "-|>"})
     for name, (left, height) in place.items():
         shape = "×".join(map(str, picture.shapes[name])) or "1"
         lines = [name, shape, picture.energies[name]]

@@ -98,6 +98,8 @@ def step(model: Any, status: str | None = None, *, clear_params: Any = None) -> 
 
     With the status INIT every node takes a new value, so the old ones are forgotten first (an exception brings them back).
     """
+    if status not in (None, "init"):
+        raise ModelError(f"there is no status {status!r}; near: 'init' (pxc.STATUS.INIT), or None.")
     before = [(module, module._pcx_flags.status) for module in objects(model, Module)]
     values = [(vode, vode.h) for vode in _vodes(model)]
     set_flags(model, status=status)

@@ -1,12 +1,14 @@
 """Small models that many tests use."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 from typer.testing import CliRunner
 
@@ -71,6 +73,16 @@ def batch(inputs: int | Sequence[int], classes: int, size: int = 7, seed: int = 
     shape = (inputs,) if isinstance(inputs, int) else tuple(inputs)
     x = jax.random.normal(jax.random.key(seed), (size, *shape))
     return x, jax.nn.one_hot(jnp.arange(size) % classes, classes)
+
+
+@contextmanager
+def untyped() -> Iterator[None]:
+    """Without the checks of types that this suite adds: users do not have them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import math
+import re
 import sys
+import types
 from pathlib import Path
 
 import equinox as eqx
@@ -228,6 +230,78 @@ def test_battery_notices_a_broken_algorithm():
         pcx.check_algorithm(Broken)
 
 
+def other(**changes):
+    """The module of PC with other declarations."""
+    module = types.ModuleType("mine")
+    good = {name: getattr(pc, name) for name in ("Hyper", "SEARCH", "make")}
+    vars(module).update(good | {"VARIANTS": {"pc_se": pc.VARIANTS["pc_se"]}} | changes)
+    return module
+
+
+def changed_step(change):
+    """PC whose step is another function of PC's own step and its arguments."""
+
+    def make(hyper, **options):
+        algorithm = pc.make(hyper, **options)
+        return algorithm._replace(step=lambda *arguments: change(algorithm.step, *arguments))
+
+    return make
+
+
+def later_rates(calls):
+    """Every call that is traced learns by another rate."""
+
+    def make(hyper, **options):
+        def step(state, *rest):
+            calls.append(1)
+            return pc.make(dataclasses.replace(hyper, lr_theta=1e-3 / len(calls)), **options).step(state, *rest)
+
+        return pc.make(hyper, **options)._replace(step=step)
+
+    return make
+
+
+def remembers(kept):
+    def change(step, state, x, *rest):
+        kept.append(x)
+        return step(state, x + 0 * kept[0], *rest)
+
+    return change
+
+
+BROKEN = [
+    ({"VARIANTS": {}}, ["VARIANTS is {}", "at least one"]),
+    ({"VARIANTS": ["pc_se"]}, ["VARIANTS is", "maps"]),
+    ({"VARIANTS": {"pc_se": {"T": 8}}}, ["pc_se is of type dict", r"Hyper\(\)"]),
+    ({"SEARCH": ["lr_h"]}, ["SEARCH is of type list"]),
+    ({"SEARCH": {"lrh": ("log", 1, 2)}}, ["pc_se: SEARCH names lrh"]),
+    ({"EQUILIBRIUM": {"pc": ({}, lambda hyper: 1.0)}}, ["EQUILIBRIUM names pc", "pc_se"]),
+    ({"EQUILIBRIUM": {"pc_se": {"T": 3}}}, ["EQUILIBRIUM of pc_se", "settings"]),
+    ({"EQUILIBRIUM": {"pc_se": ({"steps": 3}, lambda hyper: 1.0)}}, ["pc_se: its EQUILIBRIUM", "steps"]),
+    ({"IDENTITIES": [("equal", ("pc_es", {}), ("pc_se", {}))]}, ["identity", "'pc_es'"]),
+    ({"IDENTITIES": [("equal", "pc_se")]}, ["identity", "'equal'"]),
+    ({"make": lambda hyper: None}, ["pc_se fails when it is made", "total_steps"]),
+    ({"make": lambda hyper, **options: None}, ["pc_se: make returns NoneType", r"Algorithm\(init, step\)"]),
+    ({"make": lambda hyper, **options: pc.make(hyper, **options)._replace(init=lambda *_: None)}, ["init returns NoneType"]),
+    ({"make": changed_step(lambda step, *rest: step(*rest)[0])}, [r"a step returns \(State\)", r"\(State, Metrics\)"]),
+    ({"make": changed_step(lambda step, *rest: {}["weights"])}, ["pc_se fails when it is made", "KeyError", "weights"]),
+    ({"make": changed_step(lambda step, state, x, *rest: step(state, x if x.sum() > 0 else -x, *rest))}, ["traced", "branch"]),
+    ({"make": changed_step(lambda step, state, x, *rest: step(state, np.asarray(x), *rest))}, ["traced", "branch"]),
+    ({"make": changed_step(remembers([]))}, ["traced value outside", "pure"]),
+    ({"make": later_rates([])}, ["pc_se is not a function of its arguments"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), BROKEN, ids=lambda part: str(part)[:40])
+def test_battery_says_in_one_sentence_what_is_wrong(changes, words):
+    with pytest.raises(AssertionError) as caught:
+        pcx.check_algorithm(other(**changes))
+    message = str(caught.value)
+    assert message.startswith("mine: ")
+    assert len(message.splitlines()) == 1
+    assert not [word for word in words if not re.search(word, message)], message
+
+
 def test_schedule_equals_optax():
     """Warm-up and cosine as in optax, over a whole run and beyond."""
     for total in (20, 137, 1000):
@@ -384,8 +458,12 @@ def test_names_of_algorithms_are_taken_once(monkeypatch, tmp_path):
     """A copy that keeps a name, or a helper without an underscore, is refused by name instead of replacing what is there."""
     monkeypatch.setattr(pcx.algorithms, "__path__", [*pcx.algorithms.__path__, str(tmp_path)])
     wrong = {
-        "my_pc": (Path(pc.__file__).read_text(), "'pc_se'.*algorithms.my_pc.*algorithms.pc"),
-        "tools": ("x = 1", "VARIANTS"),
+        "my_pc": (Path(pc.__file__).read_text(), r"'pc_se': in .*my_pc\.py and in .*algorithms/pc\.py"),
+        "tools": ("x = 1", r"tools\.py has no mapping VARIANTS"),
+        "listed": ("VARIANTS = ['listed']", r"listed\.py has no mapping VARIANTS"),
+        "unmade": ("VARIANTS = {'unmade': 1}", r"unmade\.py has no function make"),
+        "torn": ("VARIANTS = {'torn': 1\n", r"torn\.py cannot be read: .* line 1"),
+        "lost": ("import nowhere", r"lost\.py cannot be imported: ModuleNotFoundError: .*nowhere"),
     }
     for name, (text, message) in wrong.items():
         (tmp_path / f"{name}.py").write_text(text)

@@ -8,11 +8,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
-from helpers import Chain, batch
+from helpers import Chain, batch, untyped
 from snapshots import bits, snapshot, tracers
 
 import pcx
@@ -39,16 +38,6 @@ def refuses(*words: str, models: Any = ()) -> Iterator[None]:
     assert snapshot(*models) == before
     assert bits(list(models)) == arrays
     assert not tracers(*models)
-
-
-@contextmanager
-def untyped() -> Iterator[None]:
-    """Without the checks of types that this suite adds: users do not have them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def infer(model: Any, x: Any, y: Any, **options: Any) -> Any:
@@ -492,6 +481,110 @@ def test_a_precision_of_the_wrong_shape_is_refused():
     for shape in ((2,), (2, 5)):
         with refuses(r"precision of node 'vodes\.0' has shape \(2,", r"node has shape \(5,\)", models=[model]):
             pcx.energies(model, {}, x, precision={"vodes.0": jnp.ones(shape)})
+
+
+OTHER = optax.adam(0.1)
+STATES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "another optimiser's": lambda model: {"weight_optimiser": OTHER},
+    "an unused one": lambda model: {"weight_state": OTHER.init(pcx.weights(model))},
+    "none": lambda model: {"weight_optimiser": OTHER, "weight_state": None},
+    "a wider model's": lambda model: {
+        "weight_optimiser": OTHER,
+        "weight_state": OTHER.init(pcx.weights(Chain((4, 6, 3)))),
+    },
+    "a deeper model's": lambda model: {
+        "weight_optimiser": OTHER,
+        "weight_state": OTHER.init(pcx.weights(Chain((4, 5, 5, 3)))),
+    },
+}
+
+
+@pytest.mark.parametrize("whose", STATES)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jitted"])
+def test_a_weight_state_that_is_not_that_of_optimiser_and_model_is_refused(whose, wrapped):
+    model, (x, y) = Chain(DIMS), batch(4, 3)
+    options = STATES[whose](model)
+    with refuses("not that of this optimiser and model", r"optimiser\.init\(pcx\.weights\(model\)\)", models=[model]):
+        (jax.jit(lambda x: train(model, x, y, **options)) if wrapped else lambda x: train(model, x, y, **options))(x)
+
+
+class Bare(pcx.EnergyModule):
+    """A model without nodes, or with one that it does not call."""
+
+    def __init__(self, held: bool):
+        self.layer = pxnn.Linear(4, 3)
+        self.vodes = [pcx.Vode((3,))] * held
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_model_without_nodes_cannot_train(held):
+    model, (x, _) = Bare(held), batch(4, 3)
+    state = RULE.init(pcx.weights(model))
+    with refuses("Bare calls no vode", r"pcx\.Vode", models=[model]):
+        pcx.train_step(model, x, {}, state_optimiser=RULE, weight_optimiser=RULE, weight_state=state, steps=1)
+    with refuses("Bare calls no vode", r"pcx\.Vode", models=[model]):
+        pcx.infer(model, x, optimiser=RULE, steps=1)
+    with refuses("Bare calls no vode", "draw", models=[model]):
+        pcx.draw(model, x)
+
+
+FACTORS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"energy": {"vodes.1": "se"}}, [r"energy of node 'vodes\.1' is 'se'", r"pcx\.squared_error"]),
+    ({"energy": {"o": "se"}}, ["no node 'o'", "near: "]),
+    ({"precision": {"vodes.1": -1.0}}, [r"precision of node 'vodes\.1' is -1", "at least zero"]),
+    ({"precision": {"vodes.0": float("nan")}}, [r"precision of node 'vodes\.0' is nan", "finite"]),
+    ({"precision": {"vodes.0": float("inf")}}, [r"precision of node 'vodes\.0' is inf", "finite"]),
+    ({"precision": {"vodes.0": np.array([1, 1, -1, 1, 1])}}, [r"precision of node 'vodes\.0'", "at least zero"]),
+    ({"precision": {"vodes.0": jnp.array([1, 1, jnp.nan, 1, 1])}}, [r"precision of node 'vodes\.0'", "finite"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), FACTORS, ids=lambda part: str(part)[:40])
+def test_energies_and_precisions_that_cannot_be_meant(options, words):
+    model, (x, y) = Chain(DIMS), batch(4, 3)
+    calls = [
+        lambda: train(model, x, y, **options),
+        lambda: infer(model, x, y, **options),
+        lambda: jax.jit(lambda x: infer(model, x, y, **options))(x),
+        lambda: pcx.energies(model, {}, x, **options),
+    ]
+    for call in calls:
+        with untyped(), refuses(*words, models=(model,)):
+            call()
+
+
+def test_good_precisions_are_taken():
+    model, (x, _) = Chain(DIMS), batch(4, 3)
+    values = {"vodes.0": jnp.ones((7, 5))}
+    plain = pcx.energies(model, values, x)["vodes.0"]
+    for precision in (0, 2.0, np.float32(2), jnp.full(5, 2, jnp.bfloat16), lambda step: 2.0):
+        found = pcx.energies(model, values, x, precision={"vodes.0": precision})["vodes.0"]
+        np.testing.assert_allclose(found, (0 if isinstance(precision, int) else 2) * plain)
+    traced = jax.jit(lambda p: pcx.energies(model, values, x, precision={"vodes.0": p})["vodes.0"])(2.0)
+    np.testing.assert_allclose(traced, 2 * plain)
+
+
+def test_a_vode_whose_energy_is_a_name_is_refused():
+    model, (x, y) = Chain(DIMS), batch(4, 3)
+    with untyped():
+        model.vodes[0] = pcx.Vode((5,), "se")
+        with refuses(r"energy of node 'vodes\.0' is 'se'", r"pcx\.squared_error", models=(model,)):
+            infer(model, x, y)
+
+
+def test_an_unknown_status_is_refused():
+    model = Chain(DIMS)
+    with refuses("no status 'innit'", "near: 'init'", models=[model]), pxu.step(model, "innit"):
+        pass
+
+
+def test_float_labels_are_refused_with_their_dtype():
+    model, (x, _) = Chain(DIMS), batch(4, 3)
+    with refuses(r"node 'vodes\.1'", r"\(7,\) integer labels", r"given \(7,\) float64", models=[model]):
+        train(model, x, jnp.zeros(7))
 
 
 def test_a_node_that_is_never_called_is_refused():

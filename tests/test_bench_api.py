@@ -1,11 +1,14 @@
 """The benchmark from Python: what `train` returns, what it learns, and the published settings and figures."""
 
+import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers import untyped
 
 import pcx.data
 from pcx.bench import ConfigError, Result, api, configure, runs, train
@@ -134,10 +137,20 @@ def test_a_sweep_with_a_folder_is_done_or_refused(tmp_path):
     assert swept.array("test_loss")[0, 0] == swept.array("test_loss")[0, 1]
 
 
-@pytest.mark.parametrize("seeds", [0, []])
-def test_no_seed_is_refused_by_a_sentence(seeds):
-    with pytest.raises(ValueError, match="seed"):
+@pytest.mark.parametrize("seeds", [0, [], "3", 2.5, None, [1.5], ["0"], [1, 1]])
+def test_seeds_that_cannot_be_meant_are_refused_by_a_sentence(seeds):
+    with untyped(), pytest.raises(ConfigError, match=re.escape(f"seeds is {seeds!r}; give how many, or a list")):
         train("digits/mlp", "bp_se", seeds=seeds, **TINY)
+
+
+def test_a_result_says_what_it_has(result):
+    with pytest.raises(ConfigError, match="no model of seed 7; there are those of 4, 9"):
+        result.model(7)
+    for metric in ("foo", "energies"):
+        with pytest.raises(ConfigError, match=f"no metric '{metric}'; there are .*test_loss.*test_top1"):
+            result.array(metric)
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        dataclasses.replace(result, population=None).model(4)
 
 
 # --- configs

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -77,6 +78,10 @@ def test_help_has_examples(command, parts):
         assert part in flat
 
 
+def test_the_version_is_that_of_the_package():
+    assert run_command("--version") == (0, f"pcx {pcx.__version__}\n", "")
+
+
 # --- refusals
 
 
@@ -115,6 +120,12 @@ def test_help_has_examples(command, parts):
         (["digits/mlp", "-a", "pc_se", "--set", "hidden=-1"], ["hidden is -1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T"], ["name=value", "'T'"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T="], ["name=value", "'T='"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T=3", "--set", "T=4"], ["T twice", "as 3 and as 4"]),
+        (["digits/mlp", "-a", "pc_se", "--epochs", "3", "--set", "epochs=4"], ["--epochs is 3", "epochs=4", "one of them"]),
+        (["digits/mlp", "-a", "pc_se", "--precision", "bf16", "--set", "precision=tf32"], ["--precision is bf16", "=tf32"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "algorithm=pc_ce"], ["algorithm is not a setting", "--algorithm pc_ce"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "seeds=2"], ["seeds is not a setting", "--seeds 2"]),
+        (["digits/mlp", "-a", "pc_se", "--out", ""], ["--out is empty"]),
         (["digits/mlp", "-a", "pc_se", "--set", "batch=2000"], ["batch of 2000", "1438"]),
         (["digits/mlp", "-a", "pc_se", "--epochs", "0"], ["epochs is 0", "at least 1"]),
         (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
@@ -159,7 +170,7 @@ def test_a_folder_that_is_a_file_is_one_sentence(monkeypatch, tmp_path):
     code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "taken")
     assert code == 2
     assert err.startswith("error: ")
-    assert "taken" in err
+    assert err == "error: taken is a file; --out names a folder.\n"
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -219,12 +230,21 @@ def test_quick_is_two_epochs_on_two_thousand_images_and_marked(started):
     assert len({first["path"], second["path"], third["path"]}) == 3  # each in a folder of its own
 
 
+def test_a_setting_may_be_given_twice_alike(started):
+    arguments = ["--epochs", "3", "--set", "epochs=3", "--set", "T=4", "--set", "T=4"]
+    assert run_command("run", "digits/mlp", "-a", "pc_se", *arguments)[0] == 0
+    assert (started[0]["config"].epochs, started[0]["config"].hyper.T) == (3, 4)
+
+
 def test_every_seed_diverged_is_a_failure(monkeypatch):
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", lambda *_, **__: SUMMARY | {"diverged": [0, 1]})
     code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "2")
     assert code == 2
     assert "every seed diverged" in err
+    assert "above energy_limit=1e+08;" in err
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "2", "--set", "energy_limit=0")
+    assert "above energy_limit=0;" in err
     assert run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
 
 
@@ -520,12 +540,32 @@ def test_the_newest_of_an_accelerator_is_shown():
     assert (row["median"], row["device"], row["ratio"]) == ("9", "cpu", "")  # BP was timed elsewhere
 
 
-@pytest.mark.parametrize("broken", ['{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'])
+TIMES = ({}, {"median": 0.5}, {"median": "fast", "std": 0.1}, 3)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *('{"what": "sp', "{}", "3", '{"what": "speed", "quick": false}'),
+        *(timed(0.5, seconds=seconds) for seconds in TIMES),
+        timed(0.5) | {"device": "H200"},
+    ],
+    ids=str,
+)
 def test_a_line_that_is_not_a_timing_is_named(broken):
     write(timed(0.5), broken, path="results/speed.jsonl")
     code, out, err = run_command("table", "timing")
     assert (code, out) == (2, "")
     assert re.match(r"error: line 2 of results/speed\.jsonl is not a record", err)
+
+
+@pytest.mark.parametrize("command", ["speed", "population", "scaling"])
+def test_measurements_are_not_added_to_a_file_of_something_else(tmp_path, command):
+    (tmp_path / "README.md").write_text("# Mine\n")
+    code, _, err = run_command("bench", command, "--quick", "--out", "README.md")
+    assert (code, err) == (2, "error: line 1 of README.md is not a record; remove it or restore the file.\n")
+    assert run_command("bench", command, "--out", "")[2].startswith("error: --out is empty")
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
 
 
 def test_unknown_tables_and_formats_are_refused():
@@ -588,6 +628,39 @@ script.main()
         assert "pip install '.[bench]'" in done.stderr
     else:
         assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "told"),
+    [
+        ("VARIANTS = {'torn': 1", 2, "error: {file} cannot be read: '{{' was never closed, in line 1; mend it or remove it.\n"),
+        ("VARIANTS = {'mine': 1}", 2, "error: {file} has no function make; "),
+        ("VARIANTS, make = {'pc_se': 1}, print", 2, "error: two algorithms are called 'pc_se': in {file} and in "),
+        ("raise KeyboardInterrupt", 130, "stopped\n"),
+    ],
+)
+def test_a_command_line_that_cannot_be_loaded_is_one_sentence(tmp_path, content, code, told):
+    """A broken file among the algorithms is named; so early a Ctrl-C is no traceback either."""
+    (tmp_path / "mine.py").write_text(content)
+    program = f"""
+import pcx.algorithms
+pcx.algorithms.__path__.append({str(tmp_path)!r})
+from pcx.bench import script
+script.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr.startswith(told.format(file=tmp_path / "mine.py"))
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
+    (tmp_path / "jax.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+    (tmp_path / "pcx").write_text("from pcx.bench.script import main\nmain()\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(pcx.__file__).parent.parent)])
+    command = [sys.executable, str(tmp_path / "pcx")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 def test_the_command_is_the_one_that_says_so():

@@ -14,6 +14,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers import untyped
 from PIL import Image
 
 from pcx import data
@@ -436,6 +437,19 @@ def test_status_says_what_is_here_and_why_the_rest_is_not(kmnist, root, tmp_path
         assert "expected checksum md5:03b5dce01913d631647c71ecec9e9cb8" in status["cifar100"].reason
         assert status["digits"].splits == {"train": 1438, "test": 359}
         data.load("kmnist")
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (np.zeros(5), r"dtype float64; .* labels\.astype\(np\.int32\)"),
+        (np.zeros(4, np.int32), r"shape \(4,\) for 5 images"),
+        (np.zeros((5, 10), np.int32), r"shape \(5, 10\) for 5 images"),
+    ],
+)
+def test_labels_that_number_no_classes_are_refused(labels, told):
+    with untyped(), pytest.raises(data.DataError, match=told):
+        data.Split(np.zeros((5, 1, 2, 2), np.uint8), labels)
 
 
 def test_validation_is_the_last_part_of_a_fixed_permutation():

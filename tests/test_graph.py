@@ -176,6 +176,38 @@ def test_printed():
     assert [row.split("<- ")[1] for row in rows] == ["input", "vodes.0", "vodes.1", "vodes.1, vodes.2", "vodes.3"]
 
 
+class FromInput(pcx.EnergyModule):
+    """A node that reads another one and the input, one that reads only nodes, and a root."""
+
+    def __init__(self):
+        self.a, self.b, self.c, self.z = (pcx.Vode((3,)) for _ in range(4))
+
+    def __call__(self, x):
+        a, z = self.a(jnp.tanh(x)), self.z()
+        return self.c(self.b(a + x) * z)
+
+
+def test_the_input_beside_other_parents():
+    graph = pcx.graph(FromInput(), jnp.ones((2, 3)))
+    assert {name: set(its) for name, its in graph.parents.items()} == {"a": set(), "z": set(), "b": {"a"}, "c": {"z", "b"}}
+    assert graph.readers == {"a", "b"}
+    reads = {row.split()[0]: row.split("<- ")[1] for row in str(graph).splitlines()}
+    assert reads == {"a": "input", "z": "nothing", "b": "a, input", "c": "z, b"}
+    assert graph.sinks == ["c"]
+
+
+def test_the_input_is_drawn_where_it_is_read():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    texts = pcx.draw(FromInput(), jnp.ones((2, 3))).texts
+    b = next(text.get_position() for text in texts if text.get_text().startswith("b\n"))
+    arrows = [text.xy for text in texts if text.get_text() == "x"]
+    assert len(arrows) == 2  # to a and, from above, to b; the root z has none
+    assert b[0] in [left for left, _ in arrows]
+    assert "x" not in [text.get_text() for text in pcx.draw(Roots()).texts]
+
+
 def test_a_root_without_prior_is_printed_without_energy():
     row = str(pcx.graph(Roots())).splitlines()[1]
     assert "squared_error" not in row

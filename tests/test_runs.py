@@ -276,6 +276,7 @@ def test_a_damaged_file_of_a_run_is_one_sentence_with_its_name(tmp_path, whole, 
     with pytest.raises(RunError, match=re.escape(str(path / file))) as caught:
         go(path)
     assert "\n" not in str(caught.value)
+    assert how != "twice" or "is the second one of seed" in str(caught.value)
     assert content is None or (path / file).read_bytes() == content  # nothing was thrown away
     assert not (tmp_path / "records.jsonl").exists()
 

@@ -287,6 +287,28 @@ def test_a_killed_process_leaves_its_trial_to_others(tmp_path, digits):
     assert study.trials[1].params == {"lr_theta": 0.0123}
 
 
+@pytest.mark.parametrize("left", [b'{"op_code":4,"worker_id', b"\xff"])
+def test_a_line_that_was_half_written_is_dropped(tmp_path, digits, left):
+    """A process was killed while it wrote; the search goes on with what is whole, and says so."""
+    place, plan, told = tmp_path / "s", plan_of(), []
+    search.search(plan, digits, str(place), 1, report=told.append)
+    with place.open("ab") as file:
+        file.write(left)
+    study = search.search(plan, digits, str(place), 2, report=told.append)
+    assert states(study) == states(search.open_study(plan, str(place))) == [TrialState.COMPLETE] * 2
+    assert [text for text in told if "half written" in text] == [
+        f"the last line of {place} was half written by a process that is gone; it is dropped"
+    ]
+
+
+def test_a_damaged_study_is_one_sentence(tmp_path):
+    place = tmp_path / "s"
+    search.open_study(plan_of(), str(place))
+    place.write_bytes(b"{torn\n" + place.read_bytes())
+    with pytest.raises(ConfigError, match=r"cannot be opened in .*; give another --out or --storage"):
+        search.open_study(plan_of(), str(place))
+
+
 @pytest.mark.parametrize("error", [runs.Stopped, KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_trial_is_closed(tmp_path, digits, monkeypatch, error):
     """Nothing is left running; after a stop the same settings are tried again, after an error they are not."""
@@ -429,6 +451,11 @@ def test_nothing_completed(tmp_path):
         (["digits/mlp", "-a", "pc_se", "--seed", "-1"], ["--seed is -1"]),
         (["digits/mlp", "-a", "pc_se", "--sampler", "tp"], ["--sampler is 'tp'", "tpe, random, grid"]),
         (["digits/mlp", "-a", "pc_se", "--only", "lrh"], ["'lrh' cannot be searched", "lr_h"]),
+        (["digits/mlp", "-a", "pc_se", "--only", "lr_h", "momentum_h"], ["commas", "--only lr_h,momentum_h"]),
+        (["digits/mlp", "-a", "pc_se", "--only", "lr_h,", "momentum_h"], ["commas", "--only lr_h,momentum_h"]),
+        (["digits/mlp", "-a", "pc_se", "momentum_h"], ["name=value", "'momentum_h'"]),
+        (["digits/mlp", "-a", "pc_se", "--epochs", "2", "--set", "epochs=3"], ["--epochs is 2", "epochs=3"]),
+        (["digits/mlp", "-a", "pc_se", "--out", ""], ["--out is empty"]),
         (["digits/mlp", "-a", "pc_se", "--set", "validation=0"], ["validation split", "0.1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "validation=0.00001"], ["validation"]),
         (["digits/mlp", "-a", "pc_se", "--set", "patience=3"], ["patience"]),
@@ -449,6 +476,12 @@ def test_bad_input(arguments, parts):
         assert part in err.splitlines()[-1]
 
 
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    code, _, err = run_command("search", "digits/mlp", "-a", "pc_se", "--out", str(tmp_path / "taken"))
+    assert (code, err) == (2, f"error: {tmp_path / 'taken'} is a file; --out names a folder.\n")
+
+
 def test_optuna_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run_command("search", "digits/mlp", "-a", "pc_se")
@@ -460,7 +493,14 @@ def test_help_has_examples():
     code, out, _ = run_command("search", "--help")
     flat = " ".join(out.split())
     assert code == 0
-    for part in ("pcx search cifar10/vgg9 --algorithm cn --trials 50", "--sampler", "--storage", "Ctrl-C", "best.json"):
+    for part in (
+        "pcx search cifar10/vgg9 --algorithm cn --trials 50",
+        "--sampler",
+        "--storage",
+        "Ctrl-C",
+        "best.json",
+        "as in lr_h,momentum_h",
+    ):
         assert part in flat
 
 

@@ -5,9 +5,9 @@ True
 >>> hyper, make = get("pc_se")
 """
 
-import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +27,35 @@ from pcx.algorithms._common import warm_up_cosine as warm_up_cosine
 
 def modules() -> list[ModuleType]:
     """All modules of this folder that hold an algorithm."""
-    found = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
-    loaded = [importlib.import_module(f"{__name__}.{name}") for name in sorted(found)]
-    owner: dict[str, str] = {}
-    for module in loaded:
-        if not hasattr(module, "VARIANTS") or not hasattr(module, "make"):
-            raise ModelError(f"{module.__name__} has no VARIANTS or no make; a helper's name starts with an underscore.")
-        for name in module.VARIANTS:
-            if name in owner:
-                raise ModelError(f"two algorithms are called {name!r}: in {owner[name]} and in {module.__name__}; rename one.")
-            owner[name] = module.__name__
+    loaded, owner = [], dict[str, str]()
+    for name in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")):
+        module = _load(name)
+        for variant in module.VARIANTS:
+            if variant in owner:
+                raise ModelError(
+                    f"two algorithms are called {variant!r}: in {owner[variant]} and in {module.__file__}; rename one."
+                )
+            owner[variant] = str(module.__file__)
+        loaded.append(module)
     return loaded
+
+
+def _load(name: str) -> ModuleType:
+    """A module of this folder, or one sentence that names its file."""
+    spec = importlib.util.find_spec(f"{__name__}.{name}")
+    file = spec.origin if spec else name
+    try:
+        module = importlib.import_module(f"{__name__}.{name}")
+    except SyntaxError as error:
+        raise ModelError(f"{file} cannot be read: {error.msg}, in line {error.lineno}; mend it or remove it.") from error
+    except Exception as error:
+        raise ModelError(f"{file} cannot be imported: {type(error).__name__}: {error}; mend it or remove it.") from error
+    has = {"VARIANTS": isinstance(getattr(module, "VARIANTS", None), Mapping), "make": callable(getattr(module, "make", None))}
+    for field, fits in has.items():
+        if not fits:
+            what = {"VARIANTS": "mapping", "make": "function"}[field]
+            raise ModelError(f"{file} has no {what} {field}; copy _template.py, or let the name of a helper start with _.")
+    return module
 
 
 def names() -> list[str]:

@@ -1,7 +1,7 @@
 """The benchmark from Python: `train` returns arrays, a plot and a table, without a folder unless one is wanted."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ class Result:
 
     def array(self, metric: str = "test_top1") -> np.ndarray:
         """A metric of every seed and epoch."""
+        known = [name for name in self.lines[0] if name not in ("seed", "epoch", "energies", "stopped")]
+        if metric not in known:
+            raise ConfigError(f"there is no metric {metric!r}; there are {', '.join(known)}.")
         result = np.full((len(self.seeds), self.config.epochs), np.nan)
         for line in self.lines:
             result[self.seeds.index(line["seed"]), line["epoch"] - 1] = line[metric]
@@ -41,6 +44,10 @@ class Result:
         """The trained model of a seed."""
         import jax
 
+        if seed not in self.seeds:
+            raise ConfigError(f"there is no model of seed {seed}; there are those of {', '.join(map(str, self.seeds))}.")
+        if self.population is None:
+            raise ConfigError("the models are not there any more: the run's folder has no checkpoint.")
         index = self.seeds.index(seed)
         return jax.tree.map(lambda a: a[index], self.population.states.model)
 
@@ -77,9 +84,9 @@ def train(
     ``sweep`` gives a number of the algorithm, such as ``lr_h``, another value for every seed, side by side in one program.
     With ``out``, the run has a folder, can be resumed, and is recorded.
     """
-    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"seeds is {seeds}; give at least one seed, each once.")
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds) if isinstance(seeds, Iterable) else []
+    if not numbers or len(set(numbers)) < len(numbers) or not all(hasattr(number, "__index__") for number in numbers):
+        raise ConfigError(f"seeds is {seeds!r}; give how many, or a list of whole numbers: at least one seed, each once.")
     use_compilation_cache()
     config = set_values(configure(task, algorithm), settings)
     data = pcx.data.load(config.dataset)

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pcx.bench.cli_bench import ALGORITHMS, Algorithm, bench_app, fail
+import pcx
+from pcx.bench.cli_bench import ALGORITHMS, Algorithm, bench_app, check_folder, fail, path_of
 from pcx.bench.cli_figure import FIGURE_HELP, figure
 from pcx.bench.cli_search import SEARCH_HELP, search
 from pcx.bench.cli_study import STUDY_HELP, study
@@ -23,6 +24,20 @@ app = typer.Typer(
 data_app = typer.Typer(help="List the data sets that are here, or fetch one.", invoke_without_command=True)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+
+
+def show_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"pcx {pcx.__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="print it and exit")] = False,
+) -> None: ...
+
 
 RUN_HELP = """Train a task by an algorithm, evaluate it after every epoch, and record the result.
 
@@ -48,19 +63,18 @@ def run(
     seeds: Annotated[int, typer.Option(help="how many seeds, from 0; they train side by side")] = 1,
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, any setting; several, or repeated")] = None,
-    out: Annotated[Path | None, typer.Option(help="the run's folder (default runs/TASK-ALGORITHM-…)")] = None,
+    out: Annotated[Path | None, typer.Option(parser=path_of, help="the run's folder (default runs/TASK-ALGORITHM-…)")] = None,
     precision: Annotated[str | None, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two epochs on 2,000 images; never enters a table")] = False,
 ) -> None:
-    from pcx.bench.config import ConfigError, parse_pairs
+    from pcx.bench.config import ConfigError, parse_pairs, with_options
     from pcx.bench.tables import TABLES
 
     try:
-        settings: dict[str, Any] = parse_pairs([*(set_ or []), *(pairs or [])])
+        settings = with_options(parse_pairs([*(set_ or []), *(pairs or [])]), epochs=epochs, precision=precision)
         if quick:
             settings = {"train_limit": 2000, "epochs": 2} | settings
-        settings |= {} if epochs is None else {"epochs": epochs}
-        settings |= {} if precision is None else {"precision": precision}
+        check_folder(out)
         if seeds < 1:
             raise ConfigError(f"--seeds is {seeds}; at least one seed is needed.")
         if task in TABLES:
@@ -104,7 +118,10 @@ def run_cell(task: str, algorithm: str, seeds: int, settings: dict[str, Any], ou
     )
     print(f"{path}: config.json metrics.jsonl summary.json curves.png checkpoint.safetensors")
     if len(summary["diverged"]) == seeds:
-        raise fail("every seed diverged; lower lr_h or lr_theta.")
+        limit = f"energy_limit={config.energy_limit:g}"
+        raise fail(
+            f"every seed diverged: an energy is not finite or above {limit}; lower lr_h or lr_theta, or raise the limit."
+        )
 
 
 def run_table(table: str, algorithm: str | None, seeds: int, settings: dict[str, Any], quick: bool) -> None:

@@ -24,6 +24,19 @@ def fail(message: object) -> typer.Exit:
     return typer.Exit(2)
 
 
+def path_of(text: str) -> Path:
+    """A path as typed. An empty one, such as an unset variable, would be the present folder."""
+    if not text.strip():
+        raise fail("--out is empty; name a file or a folder, or leave --out away.")
+    return Path(text)
+
+
+def check_folder(out: Path | None) -> None:
+    """Refuse a file where a folder is wanted."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"{out} is a file; --out names a folder.")
+
+
 def say(text: str) -> None:
     """A line of progress."""
     print(text, file=sys.stderr, flush=True)
@@ -48,7 +61,7 @@ Algorithm = Annotated[str | None, typer.Option("--algorithm", "-a", help=ALGORIT
 Precision = Annotated[str, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")]
 Epochs = Annotated[int, typer.Option(help="epochs that count; one more warms up")]
 Random = Annotated[bool, typer.Option("--random", help="random images of the data set's number and shape")]
-Out = Annotated[Path | None, typer.Option(help="file of records (default results/speed.jsonl)")]
+Out = Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/speed.jsonl)")]
 Quick = Annotated[bool, typer.Option("--quick", help="two epochs of 10 steps on 2,000 images; never enters a table")]
 
 SPEED_HELP = """Seconds per epoch of the paper's timing rows, by PC and by BP.
@@ -75,10 +88,12 @@ def speed(
     quick: Quick = False,
     uncompiled: Annotated[bool, typer.Option(help="also time a few steps without compiling, which takes a minute")] = True,
 ) -> None:
+    from pcx.bench import record
     from pcx.bench import speed as work
 
     path = out or work.file("speed.jsonl")
     with refusals(path):
+        record.check(path, record.SPEED)
         names = [name.strip() for name in rows.split(",") if name.strip()]
         records = work.speed(names, precision, epochs, random, quick, path, say, uncompiled)
         print(work.as_text(records))
@@ -104,10 +119,12 @@ def population(
     out: Out = None,
     quick: Quick = False,
 ) -> None:
+    from pcx.bench import record
     from pcx.bench import speed as work
 
     path = out or work.file("speed.jsonl")
     with refusals(path):
+        record.check(path, record.SPEED)
         found = work.population(task, seeds, precision, epochs, random, quick, path, say)
         one, many = (found["seconds"][name]["median"] for name in ("one", "all"))
         print(f"{task}: {one:.4f} s per epoch of one seed, {many:.4f} s of {seeds}, {found['ratio']:.2f} times as long")
@@ -134,12 +151,12 @@ def scaling(
     precision: Precision = "tf32",
     quick: Annotated[bool, typer.Option("--quick", help="two points each, few batches; figures are named -quick")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="measure nothing; draw the newest records")] = False,
-    out: Annotated[Path | None, typer.Option(help="file of records (default results/scaling.jsonl)")] = None,
+    out: Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/scaling.jsonl)")] = None,
     figure: Annotated[
         Path | None, typer.Option(help="the first figure (default results/scaling.png); depth.png is beside it")
     ] = None,
 ) -> None:
-    from pcx.bench import plots
+    from pcx.bench import plots, record
     from pcx.bench import scaling as work
     from pcx.bench.speed import file
 
@@ -149,6 +166,7 @@ def scaling(
     suffix = "-quick" if quick else ""
     picture = figure or path.with_name(f"scaling{suffix}.png")
     with refusals(path):
+        record.check(path, record.SCALING)
         for name in ("scaling", "depth") if part == "both" else (part,):
             measure = {"scaling": work.scaling, "depth": work.depth}[name]
             records = work.newest(path, name) if draw else measure(path, quick, say, precision)

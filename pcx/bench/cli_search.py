@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pcx.bench.cli_bench import ALGORITHMS, Algorithm, fail
+from pcx.bench.cli_bench import ALGORITHMS, Algorithm, check_folder, fail, path_of
 
 SEARCH_HELP = """Search for the settings of a task and an algorithm, scored on the validation split, never on test.
 
@@ -22,7 +22,7 @@ Examples:
 
     pcx search mnist/mlp --algorithm ipc --population 16 --set T=8 activation=gelu
 
-    pcx search cifar100/vgg7 --algorithm pc_se --sampler grid --only momentum_h
+    pcx search cifar100/vgg7 --algorithm pc_se --sampler grid --only lr_h,momentum_h
 
     pcx search mnist/mlp --algorithm pn --storage /shared/study.log        in several processes at once
 
@@ -39,26 +39,29 @@ def search(
     seeds: Annotated[int, typer.Option(help="seeds of each trial, from 0; the score is their mean")] = 1,
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     population: Annotated[int, typer.Option(help="trials asked for at once, and trained side by side where they can")] = 1,
-    only: Annotated[str, typer.Option(help="the settings to search, with commas; others stay as in pcx run")] = "",
+    only: Annotated[str, typer.Option(help="search these, as in lr_h,momentum_h; others stay as in pcx run")] = "",
     storage: Annotated[str | None, typer.Option(help="a file, or a storage URL of Optuna (default FOLDER/study.log)")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, not searched; several, or repeated")] = None,
     seed: Annotated[int, typer.Option(help="of the sampler")] = 0,
     precision: Annotated[str | None, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="3 trials of two epochs on 2,000 images")] = False,
-    out: Annotated[Path | None, typer.Option(help="folder (default runs/search-TASK-ALGORITHM)")] = None,
+    out: Annotated[Path | None, typer.Option(parser=path_of, help="folder (default runs/search-TASK-ALGORITHM)")] = None,
 ) -> None:
-    from pcx.bench.config import ConfigError, parse_pairs
+    from pcx.bench.config import ConfigError, parse_pairs, with_options
 
     if importlib.util.find_spec("optuna") is None:
         raise fail("pcx search needs Optuna; install it in the project's folder with: pip install '.[search]'")
     try:
         if algorithm is None:
             raise ConfigError(f"name an algorithm: --algorithm pc_se ({ALGORITHMS}).")
-        given: dict[str, Any] = parse_pairs([*(set_ or []), *(pairs or [])])
-        given = ({"train_limit": 2000, "epochs": 2} if quick else {}) | given
-        given |= {} if epochs is None else {"epochs": epochs}
-        given |= {} if precision is None else {"precision": precision}
         names = [name.strip() for name in only.split(",") if name.strip()]
+        loose = [word for word in pairs or [] if "=" not in word]
+        if names and loose:
+            example = ",".join([*names, *loose]).replace(",,", ",")
+            raise ConfigError(f"--only takes names with commas and without spaces: --only {example}")
+        given = with_options(parse_pairs([*(set_ or []), *(pairs or [])]), epochs=epochs, precision=precision)
+        given = ({"train_limit": 2000, "epochs": 2} if quick else {}) | given
+        check_folder(out)
         total = trials if trials is not None else 3 if quick else 50
         folder = out or Path("runs") / f"search-{task.replace('/', '-')}-{algorithm}{'-quick' if quick else ''}"
         work(task, algorithm, given, seeds, names, folder, storage, total, sampler, seed, population)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pcx.bench.cli_bench import fail, refusals
+from pcx.bench.cli_bench import fail, path_of, refusals
 
 STUDY_HELP = """How accuracy depends on one setting: the studies of the paper's Appendix B, with a figure.
 
@@ -37,7 +37,7 @@ def study(
     precision: Annotated[str, typer.Option(help="products in float32, tf32 or bf16; bf16_state: values too")] = "tf32",
     quick: Annotated[bool, typer.Option("--quick", help="few points of digits/mlp, 2,000 images; kept in runs/")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="train nothing; table and figure of the records")] = False,
-    out: Annotated[Path | None, typer.Option(help="file of records (default results/studies.jsonl)")] = None,
+    out: Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/studies.jsonl)")] = None,
 ) -> None:
     import pcx.data
     from pcx.bench import studies as work

@@ -127,10 +127,24 @@ def set_values(config: Config, pairs: Mapping[str, Any]) -> Config:
 
 def parse_pairs(texts: Sequence[str]) -> dict[str, str]:
     """``["T=8", "lr_h=0.1 momentum_h=0.5"]`` as a mapping."""
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in " ".join(texts).split():
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
-            raise ConfigError(f"--set takes name=value, but got {text!r}.")
+            raise ConfigError(f"settings are written name=value, as in --set T=8, but got {text!r}.")
+        if pairs.get(name, value) != value:
+            raise ConfigError(f"--set gives {name} twice, as {pairs[name]} and as {value}; give it once.")
         pairs[name] = value
     return pairs
+
+
+def with_options(settings: Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """The settings of --set and those with an option of their own; where the two differ, they are refused."""
+    for name in ("algorithm", "seeds"):
+        if name in settings:
+            raise ConfigError(f"{name} is not a setting; use --{name} {settings[name]}.")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if settings.get(name, str(value)) != str(value):
+            raise ConfigError(f"--{name} is {value}, but --set gives {name}={settings[name]}; give one of them.")
+    return {**settings, **given}

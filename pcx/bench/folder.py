@@ -102,7 +102,7 @@ class Folder:
         """The lines so far, without a last one that is half written."""
         file = self.path / "metrics.jsonl"
         texts = file.read_bytes().splitlines() if file.exists() else []
-        lines = []
+        lines, seen = [], set[tuple[int, int]]()
         for number, text in enumerate(texts, 1):
             try:
                 line = json.loads(text)
@@ -112,6 +112,13 @@ class Folder:
                 line = None
             if not isinstance(line, dict) or not line.keys() >= LINE or not isinstance(line["epoch"], int):
                 raise RunError(f"line {number} of {file} is damaged; restore it, or remove {self.path} to start this run anew.")
+            which = (line["seed"], line["epoch"])
+            if which in seen:
+                raise RunError(
+                    f"line {number} of {file} is the second one of seed {which[0]} and epoch {which[1]}; remove one of them, "
+                    f"or remove {self.path} to start this run anew."
+                )
+            seen.add(which)
             lines.append(line)
         return lines
 

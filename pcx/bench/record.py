@@ -62,6 +62,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 RUN = ("config", "seeds", "quick", "final", "best", "time")
 SPEED = ("what", "dataset", "model", "algorithm", "precision", "data", "seconds", "quick", "device", "time")
 SCALING = ("what", "stacked", "layers", "seconds", "quick", "device", "time")
+MEASURED = {"seconds": ("median", "std"), "device": ("platform", "kind")}  # of a record of `pcx bench speed`
 PARTS = {"config": ("dataset", "model", "algorithm"), "final": ("test_top1",), "best": ("test_top1",)}
 
 
@@ -69,11 +70,16 @@ def is_record(found: Any, needed: tuple[str, ...]) -> bool:
     """Whether this has the ``needed`` names, and each of `PARTS` among them its own."""
     if not isinstance(found, dict) or any(name not in found for name in needed):
         return False
-    parts = {name: found[name] for name in PARTS if name in needed}
-    if any(not isinstance(part, dict) or any(inner not in part for inner in PARTS[name]) for name, part in parts.items()):
+    wanted = PARTS | (MEASURED if found.get("what") == "speed" else {})
+    parts = {name: found[name] for name in wanted if name in needed}
+    if any(not isinstance(part, dict) or any(inner not in part for inner in wanted[name]) for name, part in parts.items()):
         return False
     scores = [parts[name]["test_top1"] for name in ("final", "best") if name in parts]
-    return all(isinstance(s, dict) and all(isinstance(s.get(n), int | float) for n in ("mean", "std")) for s in scores)
+    if not all(isinstance(score, dict) for score in scores):
+        return False
+    numbers = [score.get(name) for score in scores for name in ("mean", "std")]
+    numbers += [parts["seconds"][name] for name in MEASURED["seconds"] if "seconds" in parts]
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def read(path: Path, needed: tuple[str, ...] = RUN) -> list[dict[str, Any]]:
@@ -94,9 +100,9 @@ def read(path: Path, needed: tuple[str, ...] = RUN) -> list[dict[str, Any]]:
     return records
 
 
-def check(path: Path) -> None:
+def check(path: Path, needed: tuple[str, ...] = RUN) -> None:
     """Refuse a file of records that is damaged or cannot be written, before anything is trained."""
-    read(path)
+    read(path, needed)
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
     try:
         if place == path:

@@ -1,15 +1,29 @@
-"""The command `pcx`: the command line, or one sentence where the packages that it needs are not installed."""
+"""The command `pcx`: the command line, or one sentence where it cannot be loaded.
 
+That is where packages are not installed, a file in `pcx/algorithms` is broken, or Ctrl-C comes early.
+"""
+
+import signal
 import sys
+
+from pcx._types import ModelError
 
 EXTRA = {"matplotlib", "PIL", "pooch", "rich", "sklearn", "tqdm", "typer"}  # what pip install '.[bench]' brings
 
 
 def main() -> None:
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # in the background of a shell it is
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         from pcx.bench.cli import main as run
 
         run()
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRA:

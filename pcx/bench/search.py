@@ -121,18 +121,19 @@ def distribution(space: Space) -> BaseDistribution:
     return FloatDistribution(rest[0], rest[1], log=kind == "log", step=rest[2] if kind == "grid" else None)
 
 
-def open_study(plan: Plan, storage: str) -> optuna.Study:
+def open_study(plan: Plan, storage: str, report: Report = lambda text: None) -> optuna.Study:
     """The study of a plan in a storage, new or not; one that was made with other settings is refused."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(2, plan.config.epochs // 3))
     try:
-        place = storage if "://" in storage else _file_storage(Path(storage))
+        place = storage if "://" in storage else _file_storage(Path(storage), report)
         study = optuna.create_study(
             storage=place, pruner=pruner, study_name=plan.name, direction="maximize", load_if_exists=True
         )
         there: dict[str, Any] = study.user_attrs.get("search", {})
     except Exception as error:  # whatever the storage's own library raises
-        raise ConfigError(f"the study cannot be opened in {storage!r}: {str(error).splitlines()[0]}") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"the study cannot be opened in {storage!r}: {reason}; give another --out or --storage.") from None
     mine = plan.facts()
     if not there:
         study.set_user_attr("search", mine)
@@ -145,12 +146,28 @@ def open_study(plan: Plan, storage: str) -> optuna.Study:
     return study
 
 
-def _file_storage(path: Path) -> Any:
+def _file_storage(path: Path, report: Report) -> Any:
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        lock = JournalFileSymlinkLock(str(path))  # others may be writing
+        lock.acquire()
+        try:
+            _drop_torn_line(path, report)
+        finally:
+            lock.release()
     return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _drop_torn_line(path: Path, report: Report) -> None:
+    """Drop a last line without an end: its writer was killed, and Optuna would write the next one behind it."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+        report(f"the last line of {path} was half written by a process that is gone; it is dropped")
 
 
 def finished(study: optuna.Study) -> int:
@@ -346,7 +363,7 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
         raise ConfigError(f"--seed is {seed}; it is at least 0.")
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}.")
-    study = open_study(plan, storage)
+    study = open_study(plan, storage, report)
     done = finished(study)
     if done:
         report(f"going on with {storage} after {done} finished trials")

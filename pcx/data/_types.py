@@ -23,6 +23,15 @@ class Split:
     images: Shaped[np.ndarray, "count ..."]
     labels: Int32[np.ndarray, " count"] | None
 
+    def __post_init__(self) -> None:
+        if self.labels is None:
+            return
+        dtype, shape = np.asarray(self.labels).dtype, np.shape(self.labels)
+        if not np.issubdtype(dtype, np.integer):
+            raise DataError(f"the labels are of dtype {dtype}; they are the numbers of classes: give labels.astype(np.int32).")
+        if shape != (len(self.images),):
+            raise DataError(f"the labels have shape {shape} for {len(self.images)} images; there is one number for each.")
+
     def __len__(self) -> int:
         return len(self.images)
 
