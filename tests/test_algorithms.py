@@ -292,7 +292,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "words"), BROKEN, ids=lambda part: str(part)[:40])
+@pytest.mark.parametrize(("changes", "words"), BROKEN, ids=[words[0] for _, words in BROKEN])
 def test_battery_says_in_one_sentence_what_is_wrong(changes, words):
     with pytest.raises(AssertionError) as caught:
         pcx.check_algorithm(other(**changes))
