@@ -18,7 +18,7 @@ RULES = {"sgd": optax.sgd(0.05), "momentum": optax.sgd(0.05, momentum=0.5), "ada
 def interpreted(monkeypatch):
     """Blocks of four samples, and small layers."""
     monkeypatch.setattr(kernel, "INTERPRET", True)
-    monkeypatch.setattr(kernel, "SAMPLES", 4)
+    monkeypatch.setattr(kernel, "SAMPLES", dict.fromkeys(kernel.SAMPLES, 4))
     monkeypatch.setattr(kernel, "WIDTHS", (3, 4))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array
 
 from pcx._energies import weighted
@@ -21,10 +21,11 @@ from pcx._free_energy import Factor
 from pcx._jaxpr import cut, evaluate
 from pcx._types import Nodes
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
-from pcx.shortcuts.products import Anchor, interpret, products_in
+from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed
 
-SAMPLES, WARPS = 64, 8  # of a block
+SAMPLES = {"bfloat16": 64, "float32": 16, "float64": 16}  # of a block, by the dtype of products: all must fit in registers
+WARPS = 8
 WIDTHS = (16, 32, 64, 128)  # of a layer: Triton's arrays have powers of two, and two weight matrices must fit
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
 Move = Callable[[Packed, list[Any], Packed], tuple[Packed, list[Any]]]
@@ -36,9 +37,12 @@ class ChainKernel:
     ``task`` is the inference problem (`pcx._infer`), ``factors`` are its energies; ``move`` updates what is not in the block.
     """
 
-    def __init__(self, task: Any, energy: BlockEnergy, optimiser: BlockOptimiser, factors: Mapping[str, Factor], move: Move):
+    def __init__(
+        self, task: Any, energy: BlockEnergy, optimiser: BlockOptimiser, factors: Mapping[str, Factor], move: Move, samples: int
+    ):
         self.energy, self.optimiser, self.factors, self.constants = energy, optimiser, factors, task.constants
-        self.move, program, group, start = move, energy.program, energy.program.groups[0], energy.start.blocks[0]
+        self.move, self.samples = move, samples
+        program, group, start = energy.program, energy.program.groups[0], energy.start.blocks[0]
         self.members = [name for name in group if name in factors and name not in self.constants]
         self.inside = energy.blocks.groups[0]
         names = {var: name for name, var in program.inputs.items()}
@@ -58,9 +62,10 @@ class ChainKernel:
         (shape, *others), groups = [block.shape for block in energy.start.blocks], energy.program.groups
         if others or len(groups) != 1 or len(shape) != 3 or not (INTERPRET or jax.default_backend() == "gpu"):
             return None
-        if shape[1] % SAMPLES or shape[2] not in WIDTHS:
+        samples = SAMPLES["bfloat16" if precision() == "bfloat16" else str(energy.start.blocks[0].dtype)]
+        if shape[1] % samples or shape[2] not in WIDTHS:
             return None
-        made = ChainKernel(task, energy, optimiser, factors, move)
+        made = ChainKernel(task, energy, optimiser, factors, move, samples)
         return made if made.linked and made.fits() and made.prepare(task) else None
 
     def fits(self) -> bool:
@@ -85,7 +90,7 @@ class ChainKernel:
     def prepare(self, task: Any) -> bool:
         """Trace the same programs for the samples of a block, and take the data of every member."""
         energy, group, (x, key, training) = self.energy, self.energy.program.groups[0], task.context
-        x, values = jax.tree.map(lambda array: array[:SAMPLES], (x, task.start.values))
+        x, values = jax.tree.map(lambda array: array[: self.samples], (x, task.start.values))
         program = Program(task.model, values, x, key, training)
         if program.groups != [group]:
             return False
@@ -216,7 +221,7 @@ class ChainKernel:
 
         def row(leaf: Array, offset: int, last: int, split: bool = True) -> Any:
             """Of an array with a row per node: that of this node, shifted, and of it the samples of the block."""
-            shape = (SAMPLES if split else leaf.shape[1], *leaf.shape[2:])
+            shape = (self.samples if split else leaf.shape[1], *leaf.shape[2:])
             rest = (0,) * (len(shape) - 1)
             return pl.BlockSpec(
                 (pl.squeezed, *shape), lambda n, part: (jnp.clip(n + offset, 0, last), part if split else 0, *rest)
@@ -225,7 +230,7 @@ class ChainKernel:
         specs = [row(rows, shift, nodes) for shift in (-1, 0, 1)] * 2
         for shift in (-1, 0):
             specs += [row(leaf, shift, predicted, split) for leaf, split in zip(members, self.split, strict=True)]
-        specs += [pl.BlockSpec((SAMPLES, self.width), lambda n, part: (part, 0))] * 2
+        specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * 2
         kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
         arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices)]
         sizes = [tuple(n for n in spec.block_shape if isinstance(n, int)) for spec in (*specs, *kept)]
@@ -246,8 +251,7 @@ class ChainKernel:
 
             @pl.when(moves)
             def _() -> None:
-                program = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, [ref[0] for ref in known]))
-                for ref, result in zip(written, program(node, *(ref[...] for ref in loaded)), strict=True):
+                for ref, result in zip(written, _lazily(closed.jaxpr, node, loaded, known), strict=True):
                     ref[...] = result
 
             @pl.when(~moves)
@@ -258,7 +262,7 @@ class ChainKernel:
         rows, *parts = pl.pallas_call(
             kernel,
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
-            grid=(len(self.chain), self.batch // SAMPLES),
+            grid=(len(self.chain), self.batch // self.samples),
             in_specs=[*specs, *kept, *[pl.BlockSpec((1,), lambda n, part: (0,))] * len(scalars)],
             out_specs=[specs[1], *kept],
             interpret=INTERPRET,
@@ -267,3 +271,15 @@ class ChainKernel:
         for i, leaf in zip(indices, parts, strict=True):
             after[i] = leaf
         return rows, after
+
+
+def _lazily(jaxpr: Jaxpr, node: Array, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Array]:
+    """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
+    refs = dict(zip(jaxpr.invars[1:], arrays, strict=True)) | dict(zip(jaxpr.constvars, scalars, strict=True))
+    known: dict[Any, Any] = {jaxpr.invars[0]: node}
+    for eqn in cut(jaxpr, jaxpr.outvars):
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom not in known:
+                known[atom] = refs[atom][0] if atom in jaxpr.constvars else refs[atom][...]
+        known |= zip(eqn.outvars, evaluate(jaxpr, [eqn], known, eqn.outvars), strict=True)
+    return [known[var] for var in jaxpr.outvars]
