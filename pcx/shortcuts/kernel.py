@@ -52,6 +52,8 @@ class ChainKernel:
         self.chain = [*before[:1], *self.members]
         self.first = self.chain.index(self.inside[0]) if self.inside[0] in self.chain else 0
         self.end, self.batch, self.width = self.first + len(self.inside), start.shape[1], start.shape[-1]
+        # a first node whose prediction is constant, as that from the input, is like the others but for where its prediction is
+        self.rooted = self.first == 0 and bool(self.chain) and self.chain[0] in self.constants
         self.linked = len(self.moving) == 1 and before == self.chain[:-1] and self.chain[self.first : self.end] == self.inside
 
     @staticmethod
@@ -76,7 +78,7 @@ class ChainKernel:
         leaves = jax.tree.leaves(self.optimiser.lazy.state_shape)
         parts = [leaves[i].shape for i in self.optimiser.own[self.inside[0]]]
         shared = [leaf for leaf, owner in zip(leaves, self.optimiser.owner, strict=True) if owner is None]
-        like = [factors[name] for name in self.members]
+        like = [factors[name] for name in (self.chain if self.rooted else self.members)]
         return (
             read & set(self.inside) <= {self.chain[0], self.chain[-1]}
             and self.chain[-1] not in self.energy.start.lone
@@ -133,10 +135,14 @@ class ChainKernel:
         return Packed((rows[self.first : self.end],), lone), state
 
     def outside(self, packed: Packed) -> tuple[Packed, list[Array]]:
-        """The gradients of the energies that the kernel does not take: for the nodes outside, and for the ends of the chain."""
+        """The gradients of the energies that the kernel does not take: for the nodes outside, and for the ends of the chain.
+
+        After these two, the constant prediction of the first node.
+        """
         blocks, start, anchor = self.energy.blocks, self.energy.start, self.energy.anchor
         dtype, (first, second, last) = start.blocks[0].dtype, (self.chain[0], self.chain[1], self.chain[-1])
-        factors = {name: factor for name, factor in self.factors.items() if name not in self.members}
+        own = self.chain if self.rooted else self.members
+        factors = {name: factor for name, factor in self.factors.items() if name not in own}
         if first in packed.lone:
             factors[second] = self.factors[second]
         ends = {name: blocks.one(packed, name).astype(dtype) for name in (first, second, last) if name in blocks.place}
@@ -153,7 +159,7 @@ class ChainKernel:
 
         lone, found = jax.grad(total, argnums=(0, 1))(packed.lone, ends)
         none = jnp.zeros((self.batch, self.width), dtype)
-        return Packed((), lone), [found.get(name, none) for name in (first, last)]
+        return Packed((), lone), [*(found.get(name, none) for name in (first, last)), self.constants.get(first, none)]
 
     def moved(
         self,
@@ -176,9 +182,10 @@ class ChainKernel:
 
         def local(by: Array) -> Array:
             total = jnp.zeros((), by.dtype)
-            pairs = ((node > 0, below, base[0], by, base[1], data[0]), (node < count - 1, by, base[1], above, base[2], data[1]))
-            for there, parent, parent_start, h, start, of_member in pairs:
-                u = self.predict(parent, parent_start, *of_member)
+            own = jnp.where(node > 0, self.predict(below, base[0], *data[0]), ends[2])
+            pairs = ((node >= int(not self.rooted), by, base[1], own),
+                     (node < count - 1, above, base[2], self.predict(by, base[1], *data[1])))  # fmt: skip
+            for there, h, start, u in pairs:
                 h, u = (
                     (h, u - start) if anchored and getattr(energy, "difference", False) else (h + start if anchored else h, u)
                 )
@@ -230,7 +237,7 @@ class ChainKernel:
         specs = [row(rows, shift, nodes) for shift in (-1, 0, 1)] * 2
         for shift in (-1, 0):
             specs += [row(leaf, shift, predicted, split) for leaf, split in zip(members, self.split, strict=True)]
-        specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * 2
+        specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * len(ends)
         kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
         arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices)]
         sizes = [tuple(n for n in spec.block_shape if isinstance(n, int)) for spec in (*specs, *kept)]
@@ -239,7 +246,7 @@ class ChainKernel:
         def one(node: Array, *loaded: Array) -> list[Array]:
             rest, count = loaded[6:], len(members)
             data = [jax.tree.unflatten(structure, rest[k * count : (k + 1) * count]) for k in (0, 1)]
-            return self.moved(node, loaded[:3], loaded[3:6], data, rest[2 * count :][:2], rest[2 * count + 2 :], shared)
+            return self.moved(node, loaded[:3], loaded[3:6], data, rest[2 * count :][:3], rest[2 * count + 3 :], shared)
 
         closed = jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *blank)
         scalars = [jnp.reshape(const, (1,)) for const in closed.consts]
