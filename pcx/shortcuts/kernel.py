@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor
-from pcx._jaxpr import cut, evaluate
+from pcx._jaxpr import cut, evaluate, free_variables
 from pcx._types import Nodes
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
@@ -249,44 +249,46 @@ class ChainKernel:
             return self.moved(node, loaded[:3], loaded[3:6], data, rest[2 * count :][:3], rest[2 * count + 3 :], shared)
 
         closed = jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *blank)
-        scalars = [jnp.reshape(const, (1,)) for const in closed.consts]
+        program, scalar = closed.jaxpr, pl.BlockSpec((1,), lambda n, part: (0,))
+        given = dict(zip(program.invars[1:], zip(arrays, [*specs, *kept], strict=True), strict=True))
+        given |= {var: (jnp.reshape(const, (1,)), scalar) for var, const in zip(program.constvars, closed.consts, strict=True)}
+        read = set(free_variables(cut(program, program.outvars), program.outvars)) | {program.invars[2]}  # this node's values
+        used = {var: pair for var, pair in given.items() if var in read}  # what is not read need not be made either
 
         def kernel(*refs: Any) -> None:
-            node, (loaded, rest) = pl.program_id(0), (refs[: len(arrays)], refs[len(arrays) :])
-            known, written = rest[: len(scalars)], rest[len(scalars) :]
-            moves = (node >= self.first) & (node < self.end)
+            node, written = pl.program_id(0), refs[len(used) :]
+            moves, loaded = (node >= self.first) & (node < self.end), dict(zip(used, refs, strict=False))
 
             @pl.when(moves)
             def _() -> None:
-                for ref, result in zip(written, _lazily(closed.jaxpr, node, loaded, known), strict=True):
+                for ref, result in zip(written, _lazily(program, node, loaded), strict=True):
                     ref[...] = result
 
             @pl.when(~moves)
             def _() -> None:
-                written[0][...] = loaded[1][...]
+                written[0][...] = loaded[program.invars[2]][...]
 
         like = [rows, *(before[i] for i in indices)]
         rows, *parts = pl.pallas_call(
             kernel,
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
             grid=(len(self.chain), self.batch // self.samples),
-            in_specs=[*specs, *kept, *[pl.BlockSpec((1,), lambda n, part: (0,))] * len(scalars)],
+            in_specs=[spec for _, spec in used.values()],
             out_specs=[specs[1], *kept],
             interpret=INTERPRET,
             compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        )(*arrays, *scalars)
+        )(*(array for array, _ in used.values()))
         for i, leaf in zip(indices, parts, strict=True):
             after[i] = leaf
         return rows, after
 
 
-def _lazily(jaxpr: Jaxpr, node: Array, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Array]:
+def _lazily(program: Jaxpr, node: Array, refs: Mapping[Any, Any]) -> list[Array]:
     """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
-    refs = dict(zip(jaxpr.invars[1:], arrays, strict=True)) | dict(zip(jaxpr.constvars, scalars, strict=True))
-    known: dict[Any, Any] = {jaxpr.invars[0]: node}
-    for eqn in cut(jaxpr, jaxpr.outvars):
+    known: dict[Any, Any] = {program.invars[0]: node}
+    for eqn in cut(program, program.outvars):
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in known:
-                known[atom] = refs[atom][0] if atom in jaxpr.constvars else refs[atom][...]
-        known |= zip(eqn.outvars, evaluate(jaxpr, [eqn], known, eqn.outvars), strict=True)
-    return [known[var] for var in jaxpr.outvars]
+                known[atom] = refs[atom][0] if atom in program.constvars else refs[atom][...]
+        known |= zip(eqn.outvars, evaluate(program, [eqn], known, eqn.outvars), strict=True)
+    return [known[var] for var in program.outvars]
