@@ -7,6 +7,7 @@ import pytest
 from helpers import Chain, Skip, batch, largest_difference
 
 import pcx
+import pcx.nn as pxnn
 from pcx.bench.scaling import build
 from pcx.shortcuts import kernel
 
@@ -83,26 +84,73 @@ def test_under_jit_and_a_map_over_learning_rates():
         assert largest_difference(jax.tree.map(lambda a, i=i: a[i], mapped), settle(rate, pcx.ALL_SHORTCUTS)) < 1e-14
 
 
+class Normed(pcx.EnergyModule):
+    """Layers after a normalisation by the statistics of the batch."""
+
+    def __init__(self):
+        with pxnn.keys(jax.random.key(0)):
+            self.layers = [pxnn.Linear(4, 4) for _ in range(5)]
+        self.norms = [pxnn.BatchNorm(4, statistics="batch") for _ in range(5)]
+        self.vodes = [pcx.Vode((4,)) for _ in range(5)]
+
+    def __call__(self, x):
+        for layer, norm, vode in zip(self.layers, self.norms, self.vodes, strict=True):
+            x = vode(jnp.tanh(norm(layer(x))))
+        return x
+
+
+class Turned(pcx.EnergyModule):
+    """Products with the weights on the left, as in equinox."""
+
+    def __init__(self):
+        self.weights = [jax.random.normal(jax.random.key(i), (4, 4)) / 2 for i in range(5)]
+        self.vodes = [pcx.Vode((4,)) for _ in range(5)]
+
+    def __call__(self, x):
+        for weight, vode in zip(self.weights, self.vodes, strict=True):
+            x = vode(jnp.tanh(weight @ x))
+        return x
+
+
+def per_unit(h, u):
+    return jnp.sum(jnp.array([1.0, 2.0, 3.0, 4.0]) * (h - u) ** 2)
+
+
 CASES = {
-    "samples that do not fill blocks": (lambda: build(4, 5), 6, "vodes.4", {}),
-    "a width that is no power of two": (lambda: build(5, 5), 8, "vodes.4", {}),
-    "a precision": (lambda: build(4, 5), 8, "vodes.4", {"precision": {f"vodes.{i}": 2.0 for i in range(5)}}),
-    "a rate per unit": (lambda: build(4, 5), 8, "vodes.4", {"optimiser": optax.sgd(0.1 * jnp.arange(1.0, 5.0))}),
-    "no optimiser of one node alone": (
-        lambda: build(4, 5), 8, "vodes.4", {"optimiser": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
-    ),
+    "samples that do not fill blocks": (lambda: build(4, 5), 6, {}),
+    "a width that is no power of two": (lambda: build(5, 5), 8, {}),
+    "a precision": (lambda: build(4, 5), 8, {"precision": {f"vodes.{i}": 2.0 for i in range(5)}}),
+    "a precision that changes": (lambda: Chain([4, 4, 4, 4, 4, 3]), 8, {"precision": {"vodes.4": lambda step: 1.0 + step}}),
+    "a rate per unit": (lambda: build(4, 5), 8, {"optimiser": optax.sgd(0.1 * jnp.arange(1.0, 5.0))}),
+    "a norm over the batch": (lambda: build(4, 5), 8, {"optimiser": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1))}),
+    "a norm over nodes": (lambda: build(4, 5), 8, {"optimiser": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))}),
+    "a schedule": (lambda: build(4, 5), 8, {"optimiser": optax.sgd(optax.linear_schedule(0.1, 0.0, 3))}),
+    "statistics of the batch": (Normed, 8, {"training": True}),
+    "an energy with an array": (lambda: build(4, 5), 8, {"energy": {f"vodes.{i}": per_unit for i in range(5)}}),
+    "a first prediction that is not constant": (lambda: build(4, 5), 8, {"shortcuts": pcx.Shortcuts(constant=False)}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_is_stacked_or_not(case):
     """Refused, with the numbers of the other ways."""
-    make, size, last, options = CASES[case]
-    model = make()
-    x, y = batch(*(2 * [model.vodes[0].shape[0]]), size=size)
-    options = {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"} | options
-    assert launches(model, x, {last: y}, shortcuts=KERNEL, **options) == 0
-    plain, asked = both(model, x, {last: y}, **options)
+    make, size, options = CASES[case]
+    model, options = make(), {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"} | options
+    way = options.pop("shortcuts", pcx.ALL_SHORTCUTS)
+    x, y = batch(model.vodes[0].shape[0], model.vodes[-1].shape[0], size=size)
+    observed, asked = {"vodes.4": y}, way._replace(kernel=True)
+    assert launches(model, x, observed, shortcuts=asked, **options) == 0
+    plain, other = (pcx.infer(model, x, observed, shortcuts=each, **options) for each in (way, asked))
+    assert largest_difference(other.values, plain.values) == 0.0
+
+
+@pytest.mark.parametrize("setting", ["float32", "float64"])
+def test_weights_on_the_left(setting):
+    """Anchored products of these have the batch as their last axis: refused; without an anchor there is nothing to split."""
+    model, x, y = jax.tree.map(lambda a: a.astype(setting), (Turned(), *batch(4, 4, size=8)))
+    options = {"optimiser": RULES["sgd"], "steps": 3, "init": "zeros"}
+    assert launches(model, x, {"vodes.4": y}, shortcuts=KERNEL, **options) == 0
+    plain, asked = both(model, x, {"vodes.4": y}, **options)
     assert largest_difference(asked.values, plain.values) == 0.0
 
 
@@ -114,12 +162,14 @@ def test_a_node_that_others_read_too():
     assert launches(model, x, {last: y}, shortcuts=KERNEL, **options) == 0
 
 
-@pytest.mark.parametrize("node", [0, 2, 4], ids=["first", "middle", "last"])
-def test_a_node_that_is_observed_in_part(node):
+@pytest.mark.parametrize("node", range(5))
+@pytest.mark.parametrize("model", [build(4, 5), Chain([5, 4, 4, 4, 4, 4, 4, 2])], ids=["alone", "between"])
+def test_a_node_that_is_observed_in_part(model, node):
     """The first one of a chain may be; it is moved apart. Others break the chain."""
-    model, (x, y) = build(4, 5), batch(4, 4, size=8)
-    part = pcx.Observed(y, jnp.arange(4) < 2)
-    observed = {"vodes.4": y} | {f"vodes.{node}": part}
+    nodes = list(pcx.graph(model, jnp.zeros((2, model.layers[0].weight.shape[1]))).shapes.items())
+    x, y = batch(model.layers[0].weight.shape[1], nodes[-1][1][0], size=8)
+    part = pcx.Observed(jnp.ones((8, 4)), jnp.arange(4) < 2)
+    observed = {nodes[-1][0]: y, f"vodes.{node}": part} if f"vodes.{node}" != nodes[-1][0] else {nodes[-1][0]: part}
     options = {"optimiser": RULES["momentum"], "steps": 4, "init": "zeros"}
     assert launches(model, x, observed, shortcuts=KERNEL, **options) == (4 if node == 0 else 0)
     plain, asked = both(model, x, observed, **options)

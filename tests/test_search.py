@@ -309,6 +309,15 @@ def test_a_damaged_study_is_one_sentence(tmp_path):
         search.open_study(plan_of(), str(place))
 
 
+@pytest.mark.parametrize("content", [b'{"mine": 1}', b"SQLite format 3\x00 and\nmore", b"# Title\n"])
+def test_a_file_that_is_no_study_is_left_alone(tmp_path, content):
+    place = tmp_path / "mine"
+    place.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot be opened in .*: the file is no study; give another --out or --storage"):
+        search.open_study(plan_of(), str(place))
+    assert place.read_bytes() == content
+
+
 @pytest.mark.parametrize("error", [runs.Stopped, KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_trial_is_closed(tmp_path, digits, monkeypatch, error):
     """Nothing is left running; after a stop the same settings are tried again, after an error they are not."""

@@ -146,6 +146,9 @@ def open_study(plan: Plan, storage: str, report: Report = lambda text: None) -> 
     return study
 
 
+JOURNAL = b'{"op_code"'  # the first bytes of a study that is a file
+
+
 def _file_storage(path: Path, report: Report) -> Any:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
@@ -162,8 +165,13 @@ def _file_storage(path: Path, report: Report) -> Any:
 
 
 def _drop_torn_line(path: Path, report: Report) -> None:
-    """Drop a last line without an end: its writer was killed, and Optuna would write the next one behind it."""
+    """Drop a last line without an end: its writer was killed, and Optuna would write the next one behind it.
+
+    A file that is not a study is left as it is.
+    """
     content = path.read_bytes()
+    if not content.startswith(JOURNAL[: len(content)]):
+        raise ValueError("the file is no study")
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)

@@ -9,16 +9,16 @@ The arithmetic is that of the stack, traced for the samples of a block; `ChainKe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor
-from pcx._jaxpr import cut, evaluate, free_variables
+from pcx._jaxpr import cut, evaluate, free_variables, inside
 from pcx._types import Nodes
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
@@ -54,7 +54,12 @@ class ChainKernel:
         self.end, self.batch, self.width = self.first + len(self.inside), start.shape[1], start.shape[-1]
         # a first node whose prediction is constant, as that from the input, is like the others but for where its prediction is
         self.rooted = self.first == 0 and bool(self.chain) and self.chain[0] in self.constants
-        self.linked = len(self.moving) == 1 and before == self.chain[:-1] and self.chain[self.first : self.end] == self.inside
+        self.linked = (
+            len(self.moving) == 1
+            and "" not in before
+            and before == self.chain[:-1]
+            and self.chain[self.first : self.end] == self.inside
+        )
 
     @staticmethod
     def of(
@@ -63,6 +68,8 @@ class ChainKernel:
         """The kernel for an inference problem, where there is a GPU and everything fits, else None."""
         (shape, *others), groups = [block.shape for block in energy.start.blocks], energy.program.groups
         if others or len(groups) != 1 or len(shape) != 3 or not (INTERPRET or jax.default_backend() == "gpu"):
+            return None
+        if any(callable(precision) for precision in task.objective.precision.values()):  # a schedule
             return None
         samples = SAMPLES.get("bfloat16" if precision() == "bfloat16" else str(energy.start.blocks[0].dtype), 16)
         if shape[1] % samples or shape[2] not in WIDTHS:
@@ -81,7 +88,7 @@ class ChainKernel:
         like = [factors[name] for name in (self.chain if self.rooted else self.members)]
         return (
             read & set(self.inside) <= {self.chain[0], self.chain[-1]}
-            and self.chain[-1] not in self.energy.start.lone
+            and not set(self.chain[1:]) & set(self.energy.start.lone)
             and all(part == (self.batch, self.width) for part in parts)
             and all(jnp.ndim(number) == 0 for number in (*self.optimiser.consts, *shared))
             and all(factor.energy is like[0].energy and factor.precision is None for factor in like)
@@ -106,8 +113,30 @@ class ChainKernel:
             return program.stacked_weights()[0], bases
 
         shapes = jax.tree.leaves(jax.eval_shape(few))
-        self.split = [leaf.shape[1:] != shape.shape[1:] for leaf, shape in zip(jax.tree.leaves(self.data), shapes, strict=True)]
-        return True
+        leaves = jax.tree.leaves(self.data)
+        self.split = [leaf.shape[1:] != shape.shape[1:] for leaf, shape in zip(leaves, shapes, strict=True)]
+        return all(leaf.shape[2:] == shape.shape[2:] for leaf, shape in zip(leaves, shapes, strict=True)) and self.trace()
+
+    def trace(self) -> bool:
+        """Make the program of a block (`moved`), for its shapes; False if it mixes samples or does what a kernel cannot."""
+        name, leaves = self.inside[0], jax.tree.leaves(self.small.lazy.state_shape)
+        members, structure = jax.tree.flatten(self.data)
+        start, value = self.energy.start.blocks[0].dtype, self.small.lazy.values[name].dtype
+        near, base = ([jax.ShapeDtypeStruct((self.samples, self.width), dtype)] * 3 for dtype in (value, start))
+        shapes = [
+            (self.samples if split else leaf.shape[1], *leaf.shape[2:]) for leaf, split in zip(members, self.split, strict=True)
+        ]
+        data = jax.tree.unflatten(
+            structure, [jax.ShapeDtypeStruct(s, leaf.dtype) for s, leaf in zip(shapes, members, strict=True)]
+        )
+        own, self.shared = self.small.own[name], [i for i, owner in enumerate(self.small.owner) if owner is None]
+        arguments = (near, base, [data] * 2, base, [leaves[i] for i in own], [leaves[i] for i in self.shared])
+        self.closed = jax.make_jaxpr(self.moved)(jax.ShapeDtypeStruct((), jnp.int32), *arguments)
+        of_samples = [*[True] * 6, *self.split * 2, *[True] * (3 + len(own)), *[False] * len(self.shared)]
+        numbers = all(jnp.ndim(const) == 0 for const in self.closed.consts)
+        program = self.closed.jaxpr
+        pieces = program.replace(eqns=cut(program, program.outvars))
+        return numbers and _apart(pieces, [False, *of_samples]) is not None
 
     def __call__(self, carry: tuple[Packed, list[Any]], count: int, unroll: bool) -> tuple[Packed, list[Any]]:
         """So many steps from packed values and the optimiser's state."""
@@ -169,7 +198,7 @@ class ChainKernel:
         data: Sequence[Any],
         ends: Sequence[Array],
         state: Sequence[Array],
-        shared: Mapping[int, Any],
+        shared: Sequence[Array],
     ) -> list[Array]:
         """The values of some samples of one node after a step, and its part of the optimiser's state.
 
@@ -190,12 +219,13 @@ class ChainKernel:
                     (h, u - start) if anchored and getattr(energy, "difference", False) else (h + start if anchored else h, u)
                 )
                 part = jax.vmap(lambda h, u: weighted(energy, h, u, precision=None, name=self.members[0]))(h, u)
-                total += jnp.where(there, jnp.sum(part), 0)
+                total += there.astype(part.dtype) * jnp.sum(part)  # no select: the sum itself is not needed
             return total
 
         gradient = jax.grad(local)(own) + jnp.where(node == 0, ends[0], 0) + jnp.where(node == count - 1, ends[1], 0)
         rule, name = self.small, self.inside[0]
-        known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True)) | {rule.state[i]: leaf for i, leaf in shared.items()}
+        known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True))
+        known |= {rule.state[i]: leaf for i, leaf in zip(self.shared, shared, strict=True)}
         known |= dict(zip((rule.state[i] for i in rule.own[name]), state, strict=True))
         value = (base[1] + own if anchored else own).astype(near[1].dtype)
         known |= {rule.gradient[name]: gradient.astype(near[1].dtype), rule.value[name]: value}
@@ -221,9 +251,7 @@ class ChainKernel:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
 
-        members, structure = jax.tree.flatten(self.data)
-        indices = self.optimiser.own[self.inside[0]]
-        shared = {i: leaf for i, leaf in enumerate(before) if self.optimiser.owner[i] is None}
+        members, indices = jax.tree.leaves(self.data), self.optimiser.own[self.inside[0]]
         nodes, predicted = len(self.chain) - 1, len(self.members) - 1
 
         def row(leaf: Array, offset: int, last: int, split: bool = True) -> Any:
@@ -239,19 +267,12 @@ class ChainKernel:
             specs += [row(leaf, shift, predicted, split) for leaf, split in zip(members, self.split, strict=True)]
         specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * len(ends)
         kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
-        arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices)]
-        sizes = [tuple(n for n in spec.block_shape if isinstance(n, int)) for spec in (*specs, *kept)]
-        blank = [jax.ShapeDtypeStruct(size, array.dtype) for size, array in zip(sizes, arrays, strict=True)]
-
-        def one(node: Array, *loaded: Array) -> list[Array]:
-            rest, count = loaded[6:], len(members)
-            data = [jax.tree.unflatten(structure, rest[k * count : (k + 1) * count]) for k in (0, 1)]
-            return self.moved(node, loaded[:3], loaded[3:6], data, rest[2 * count :][:3], rest[2 * count + 3 :], shared)
-
-        closed = jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), *blank)
-        program, scalar = closed.jaxpr, pl.BlockSpec((1,), lambda n, part: (0,))
-        given = dict(zip(program.invars[1:], zip(arrays, [*specs, *kept], strict=True), strict=True))
-        given |= {var: (jnp.reshape(const, (1,)), scalar) for var, const in zip(program.constvars, closed.consts, strict=True)}
+        scalar = pl.BlockSpec((1,), lambda n, part: (0,))
+        numbers = [jnp.reshape(number, (1,)) for number in (*(before[i] for i in self.shared), *self.closed.consts)]
+        arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices), *numbers]
+        program = self.closed.jaxpr
+        pairs = zip(arrays, [*specs, *kept, *[scalar] * len(numbers)], strict=True)
+        given = dict(zip([*program.invars[1:], *program.constvars], pairs, strict=True))
         read = set(free_variables(cut(program, program.outvars), program.outvars)) | {program.invars[2]}  # this node's values
         used = {var: pair for var, pair in given.items() if var in read}  # what is not read need not be made either
 
@@ -283,12 +304,54 @@ class ChainKernel:
         return rows, after
 
 
+ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "expm1", "ge", "gt"),
+    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow"),
+    *("rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh"),
+}
+MOVES = {"broadcast_in_dim", "dot_general", "expand_dims", "reduce_max", "reduce_sum", "reshape", "squeeze", "transpose"}
+
+
+def _apart(program: Jaxpr, of_samples: Sequence[bool]) -> list[bool] | None:
+    """Which results of a program have samples as their first axis; None if samples mix, or for an operation not listed here."""
+    carries = {var for var, has in zip(program.invars, of_samples, strict=True) if has}
+    for eqn in program.eqns:
+        has = [not isinstance(atom, Literal) and atom in carries for atom in eqn.invars]
+        inner, name = inside(eqn), eqn.primitive.name
+        results: list[bool] | None = [any(has)] * len(eqn.outvars)
+        if inner is not None:
+            results = _apart(inner.jaxpr, has)
+        elif name not in ELEMENTWISE and not (name in MOVES and (not any(has) or _first_axis_stays(eqn, has))):
+            results = None
+        if results is None:
+            return None
+        carries.update(var for var, result in zip(eqn.outvars, results, strict=True) if result)
+    return [not isinstance(atom, Literal) and atom in carries for atom in program.outvars]
+
+
+def _first_axis_stays(eqn: JaxprEqn, has: Sequence[bool]) -> bool:
+    params, before, after = eqn.params, *(cast(Any, atom.aval).shape[:1] for atom in (eqn.invars[0], eqn.outvars[0]))
+    match eqn.primitive.name:
+        case "broadcast_in_dim":
+            return params["broadcast_dimensions"][:1] == (0,)
+        case "dot_general":
+            (contracted, _), (batch, _) = params["dimension_numbers"]
+            return not has[1] and 0 not in contracted and not batch
+        case "expand_dims" | "squeeze":
+            return 0 not in params["dimensions"]
+        case "reduce_max" | "reduce_sum":
+            return 0 not in params["axes"]
+        case "transpose":
+            return params["permutation"][0] == 0
+    return before == after  # reshape
+
+
 def _lazily(program: Jaxpr, node: Array, refs: Mapping[Any, Any]) -> list[Array]:
     """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
     known: dict[Any, Any] = {program.invars[0]: node}
     for eqn in cut(program, program.outvars):
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in known:
-                known[atom] = refs[atom][0] if atom in program.constvars else refs[atom][...]
+                known[atom] = refs[atom][...] if cast(Any, atom.aval).ndim else refs[atom][0]
         known |= zip(eqn.outvars, evaluate(program, [eqn], known, eqn.outvars), strict=True)
     return [known[var] for var in program.outvars]
