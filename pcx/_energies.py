@@ -57,8 +57,8 @@ def check_factor(name: str, energy: Any, precision: Any) -> None:
     """Refuse what is no energy or no precision; what is traced, or a function of the step, is not looked at."""
     if not callable(energy):
         raise ModelError(f"the energy of node {name!r} is {energy!r}; give a function of h and u, such as pcx.squared_error.")
-    known = np.ones(()) if precision is None or callable(precision) or isinstance(precision, jax.core.Tracer) else precision
-    if not 0 <= np.min(np.asarray(known)) <= np.max(np.asarray(known)) < np.inf:
+    known = [leaf for leaf in jax.tree.leaves(precision) if not callable(leaf) and not isinstance(leaf, jax.core.Tracer)]
+    if not all(jnp.issubdtype(a.dtype, np.number) and np.all((a >= 0) & (a < np.inf)) for a in map(np.asarray, known)):
         raise ModelError(f"the precision of node {name!r} is {precision}; it is finite and at least zero.")
 
 

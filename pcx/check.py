@@ -217,11 +217,15 @@ def _declarations(module: Any) -> None:
     for field in ("Hyper", "VARIANTS", "SEARCH", "make"):
         if not hasattr(module, field):
             raise CheckFailed(f"{name} declares no {field}; copy pcx/algorithms/_template.py.")
+    if not isinstance(module.Hyper, type):
+        raise CheckFailed(f"{name}: Hyper is {module.Hyper!r}; it is the class of the settings.")
     if not isinstance(module.VARIANTS, Mapping) or not module.VARIANTS:
         raise CheckFailed(f"{name}: VARIANTS is {module.VARIANTS!r}; it maps at least one name to its settings.")
     for field in ("SEARCH", "EQUILIBRIUM"):
         if not isinstance(getattr(module, field, {}), Mapping):
             raise CheckFailed(f"{name}: {field} is of type {type(getattr(module, field)).__name__}; it is a mapping.")
+    if not isinstance(getattr(module, "IDENTITIES", []), list | tuple):
+        raise CheckFailed(f"{name}: IDENTITIES is of type {type(module.IDENTITIES).__name__}; it is a list.")
     for variant, hyper in module.VARIANTS.items():
         if not isinstance(hyper, module.Hyper):
             raise CheckFailed(f"{name}: {variant} is of type {type(hyper).__name__}; VARIANTS holds settings, such as Hyper().")

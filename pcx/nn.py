@@ -127,16 +127,15 @@ def _hashable(item: Any) -> Any:
     return tuple(item) if isinstance(item, list | tuple) else item
 
 
-# Of these the largest value is that of the largest argument, and where two values are the same their derivatives are.
-INCREASING = (jax.nn.relu, jax.nn.leaky_relu, jax.nn.hard_tanh, jax.nn.sigmoid, jax.nn.softplus, jnp.tanh)
+# Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
+INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
 
 
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
     """The maximum of each 2×2 window, by selects: equal to a window reduction, also in where it sends the gradient of a tie.
 
     The gradient of `lax.reduce_window` is a select-and-scatter, a slow operation on accelerators. Here it is one
-    elementwise pass: each pixel takes its window's gradient or zero. A NaN may be swallowed: look for NaN in energies and
-    weights.
+    elementwise pass: each pixel takes its window's gradient or zero.
     """
     return largest_2x2(x, None)
 

@@ -537,6 +537,8 @@ FACTORS: list[tuple[dict[str, Any], list[str]]] = [
     ({"precision": {"vodes.1": -1.0}}, [r"precision of node 'vodes\.1' is -1", "at least zero"]),
     ({"precision": {"vodes.0": float("nan")}}, [r"precision of node 'vodes\.0' is nan", "finite"]),
     ({"precision": {"vodes.0": float("inf")}}, [r"precision of node 'vodes\.0' is inf", "finite"]),
+    ({"precision": {"vodes.0": "high"}}, [r"precision of node 'vodes\.0' is high", "finite"]),
+    ({"precision": {"vodes.0": [1.0, "low"]}}, [r"precision of node 'vodes\.0'", "finite"]),
     ({"precision": {"vodes.0": np.array([1, 1, -1, 1, 1])}}, [r"precision of node 'vodes\.0'", "at least zero"]),
     ({"precision": {"vodes.0": jnp.array([1, 1, jnp.nan, 1, 1])}}, [r"precision of node 'vodes\.0'", "finite"]),
 ]

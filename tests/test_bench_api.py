@@ -137,7 +137,7 @@ def test_a_sweep_with_a_folder_is_done_or_refused(tmp_path):
     assert swept.array("test_loss")[0, 0] == swept.array("test_loss")[0, 1]
 
 
-@pytest.mark.parametrize("seeds", [0, [], "3", 2.5, None, [1.5], ["0"], [1, 1]])
+@pytest.mark.parametrize("seeds", [True, [-1], 0, [], "3", 2.5, None, [1.5], ["0"], [1, 1]])
 def test_seeds_that_cannot_be_meant_are_refused_by_a_sentence(seeds):
     with untyped(), pytest.raises(ConfigError, match=re.escape(f"seeds is {seeds!r}; give how many, or a list")):
         train("digits/mlp", "bp_se", seeds=seeds, **TINY)

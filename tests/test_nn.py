@@ -18,6 +18,22 @@ from pcx._model import StateParam, kinds
 # Layers that are Equinox's own
 
 
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.leaky_relu, jax.nn.hard_tanh, jax.nn.gelu, jnp.tanh, None])
+def test_pooling_after_an_activation_is_the_window_reduction(activation):
+    """Values and gradients, also at ties and at the ends of a slope: numbers from -2 to 2 in steps of a half."""
+    x = jax.random.randint(jax.random.key(0), (3, 8, 9), -4, 5) / 2.0
+    weight = jax.random.normal(jax.random.key(1), (3, 4, 4))
+    values, slopes = zip(
+        *(
+            jax.value_and_grad(lambda x, pool=pool: jnp.sum(weight * pool.of(x, activation)))(x)
+            for pool in (pxnn.MaxPool2d(2), pxnn.MaxPool2d(2, selects=False))
+        ),
+        strict=True,
+    )
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-14)
+    np.testing.assert_array_equal(slopes[0], slopes[1])
+
+
 def test_layers_are_equinox_layers_with_the_same_numbers():
     key, image = jax.random.key(3), jax.random.normal(jax.random.key(4), (2, 5, 6))
     pairs = [

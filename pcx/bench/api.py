@@ -84,8 +84,10 @@ def train(
     ``sweep`` gives a number of the algorithm, such as ``lr_h``, another value for every seed, side by side in one program.
     With ``out``, the run has a folder, can be resumed, and is recorded.
     """
-    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds) if isinstance(seeds, Iterable) else []
-    if not numbers or len(set(numbers)) < len(numbers) or not all(hasattr(number, "__index__") for number in numbers):
+    whole = hasattr(seeds, "__index__") and not isinstance(seeds, bool)
+    numbers: list[Any] = list(range(seeds)) if whole else list(seeds) if isinstance(seeds, Iterable) else []  # type: ignore[arg-type]
+    fit = all(hasattr(number, "__index__") and not isinstance(number, bool) and number >= 0 for number in numbers)
+    if not numbers or len(set(numbers)) < len(numbers) or not fit:
         raise ConfigError(f"seeds is {seeds!r}; give how many, or a list of whole numbers: at least one seed, each once.")
     use_compilation_cache()
     config = set_values(configure(task, algorithm), settings)

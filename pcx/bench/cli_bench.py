@@ -166,7 +166,8 @@ def scaling(
     suffix = "-quick" if quick else ""
     picture = figure or path.with_name(f"scaling{suffix}.png")
     with refusals(path):
-        record.check(path, record.SCALING)
+        if not draw:
+            record.check(path, record.SCALING)
         for name in ("scaling", "depth") if part == "both" else (part,):
             measure = {"scaling": work.scaling, "depth": work.depth}[name]
             records = work.newest(path, name) if draw else measure(path, quick, say, precision)

@@ -113,7 +113,7 @@ def check(path: Path, needed: tuple[str, ...] = RUN) -> None:
             tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"{path}, the file of records, cannot be written ({reason}); set PCX_RESULTS to another.") from None
+        raise ValueError(f"{path}, the file of records, cannot be written ({reason}); give another one.") from None
 
 
 def way_of(point: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed
 
-SAMPLES = {"bfloat16": 64, "float32": 16, "float64": 16}  # of a block, by the dtype of products: what fits into registers
+SAMPLES = {"bfloat16": 64, "other": 16}  # of a block, by the dtype of products: about what fits into registers
 WARPS = 8
 WIDTHS = (16, 32, 64, 128)  # of a layer: Triton's arrays have powers of two, and two weight matrices must fit
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
@@ -71,7 +71,7 @@ class ChainKernel:
             return None
         if any(callable(precision) for precision in task.objective.precision.values()):  # a schedule
             return None
-        samples = SAMPLES.get("bfloat16" if precision() == "bfloat16" else str(energy.start.blocks[0].dtype), 16)
+        samples = SAMPLES["bfloat16" if precision() == "bfloat16" else "other"]
         if shape[1] % samples or shape[2] not in WIDTHS:
             return None
         made = ChainKernel(task, energy, optimiser, factors, move, samples)

@@ -6,7 +6,7 @@ product is anchored where inference starts:
 
     W h = W h₀ + W (h - h₀)
 
-The first term is computed once, as in the forward pass; only the second, small one is rounded, relative to its own size.
+The first term is computed once, as in the forward pass; the second, small one is rounded relative to its own size.
 Derivatives are linear in the errors, and so are rounded relative to them. In exact arithmetic nothing changes. Together with
 a state that is the displacement ``h - h₀`` itself (`pcx.infer`), errors far below the rounding of a value survive; so
 products of full float32 are anchored too.
@@ -158,7 +158,7 @@ def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Arr
 
 
 def rounded(function: F) -> F:
-    """A function whose products are rounded, values and derivatives: for backpropagation, which has no small differences.
+    """A function whose products are rounded, values and derivatives: for forward passes, which have no small differences.
 
     Only bfloat16 needs it; tensorfloat32 is the hardware's own.
     """
