@@ -1,12 +1,10 @@
 """The command line: help, refusals in one sentence, settings, data, tables."""
 
 import csv
-import functools
 import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -660,10 +658,9 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
     (tmp_path / "jax.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
     (tmp_path / "pcx").write_text("from pcx.bench.script import main\nmain()\n")
     path = os.pathsep.join([str(tmp_path), str(Path(pcx.__file__).parent.parent)])
-    command = [sys.executable, str(tmp_path / "pcx")]
-    options = {"capture_output": True, "text": True, "timeout": 60, "env": os.environ | {"PYTHONPATH": path}}
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where the tests themselves ignore it
-    done = subprocess.run(command, preexec_fn=heard, **options)
+    heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", heard, sys.executable, str(tmp_path / "pcx")]  # also where the tests ignore interrupts
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
