@@ -20,9 +20,9 @@ from pcx._energies import weighted
 from pcx._free_energy import Factor
 from pcx._jaxpr import cut, evaluate, free_variables, inside
 from pcx._types import Nodes
-from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware
+from pcx.shortcuts.plan import Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
-from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed
+from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
 SAMPLES = {"bfloat16": 64, "other": 16}  # of a block, by the dtype of products: about what fits into registers
 WARPS = 8
@@ -90,7 +90,7 @@ class ChainKernel:
             read & set(self.inside) <= {self.chain[0], self.chain[-1]}
             and not set(self.chain[1:]) & set(self.energy.start.lone)
             and all(part == (self.batch, self.width) for part in parts)
-            and all(jnp.ndim(number) == 0 for number in (*self.optimiser.consts, *shared))
+            and all(number.shape == () for number in shared)
             and all(factor.energy is like[0].energy and factor.precision is None for factor in like)
             and all(stack is not None or i in self.moving for i, stack in enumerate(self.energy.weights[0]))
             and self.energy.program.groups[0][-len(self.members) :] == self.members
@@ -143,7 +143,7 @@ class ChainKernel:
         still = self.energy.fixed if self.energy.anchor is None else self.energy.still
         start = self.energy.blocks.rows(self.energy.start, self.energy.fixed, self.chain)
 
-        def step(carry: Any, _: Any) -> Any:
+        def step(carry: Any, *_: Any) -> Any:
             rows, lone, state = carry
             packed = Packed((rows[self.first : self.end],), lone)
             gradients, ends = self.outside(packed)
@@ -151,16 +151,11 @@ class ChainKernel:
             rows, after = self.launch(rows, start, ends, state, after)
             if self.chain[0] in lone:
                 rows = rows.at[0].set(moved.lone[self.chain[0]])
-            return (rows, moved.lone, after), None
+            return rows, moved.lone, after
 
         packed, state = carry
-        whole = (self.energy.blocks.rows(packed, still, self.chain).astype(packed.blocks[0].dtype), packed.lone, state)
-        if unroll or count <= WRITTEN_OUT:
-            for _ in range(count):
-                whole, _ = step(whole, None)
-        else:
-            whole, _ = jax.lax.scan(step, whole, length=count)
-        rows, lone, state = whole
+        rows = self.energy.blocks.rows(packed, still, self.chain).astype(packed.blocks[0].dtype)
+        rows, lone, state, _ = repeat(step, (rows, packed.lone, state), [None], count, unroll)
         return Packed((rows[self.first : self.end],), lone), state
 
     def outside(self, packed: Packed) -> tuple[Packed, list[Array]]:

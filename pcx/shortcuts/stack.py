@@ -255,7 +255,7 @@ def repeat(
     steps: int,
     unroll: bool,
     kernel: Callable[..., Any] | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """``carry = body(carry, step, plan[step])``; the last entry of the plan is for all later steps. Returns also that entry.
 
     A ``kernel`` makes the later steps itself: ``carry = kernel(carry, steps, unroll)``.
