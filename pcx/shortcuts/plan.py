@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
@@ -29,6 +30,7 @@ from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, ref
 
 SMALLEST_STACK = 3  # equal pieces
 LARGE = 2**25  # numbers in all values: about where the arrays of a step begin to count
+MANY = 8  # members of a population: their values are held too
 WRITTEN_OUT = 8  # a loop of at most this many steps is written out: nothing is copied between steps, and more is fused
 
 
@@ -302,12 +304,20 @@ def pinned(free: Any, state: Any, dtype: Any) -> tuple[Any, Any]:
     It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values of which
     products read a rounded copy (bfloat16, unless that is the ``dtype`` of the state) are left to it: one kernel writes both.
     """
-    if sum(leaf.size for leaf in jax.tree.leaves(free)) < LARGE:
-        return free, state
     rounded = dtype is None and precision() == "bfloat16"
     arrays, rest = eqx.partition(state if rounded else (free, state), eqx.is_array)
-    held: Any = eqx.combine(jax.lax.optimization_barrier(arrays), rest)
+    held: Any = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(free)) >= LARGE), rest)
     return (free, held) if rounded else held
+
+
+def _hold(arrays: Any, large: bool) -> Any:
+    """Arrays that the compiler keeps, if they are large, or many members of a population have them."""
+    leaves, tree = jax.tree.flatten(arrays)
+    hold = custom_vmap(lambda *leaves: list(jax.lax.optimization_barrier(leaves) if large else leaves))
+    hold.def_vmap(lambda members, batched, *leaves: (_hold(list(leaves), large or members >= MANY), list(batched)))
+    same = jax.custom_jvp(hold)  # to derivatives nothing has happened
+    same.defjvp(lambda leaves, tangents: (same(*leaves), list(tangents)))
+    return jax.tree.unflatten(tree, same(*leaves))
 
 
 def per_node(optimisers: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformation:
