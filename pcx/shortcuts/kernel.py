@@ -8,6 +8,7 @@ the optimiser's state. One product is computed twice for that, which costs less 
 The arithmetic is that of the stack, traced for the samples of a block; `ChainKernel.of` refuses what does not fit.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ class ChainKernel:
         self.rooted = self.first == 0 and bool(self.chain) and self.chain[0] in self.constants
         self.linked = (
             len(self.moving) == 1
+            and len(self.chain) > 2
             and "" not in before
             and before == self.chain[:-1]
             and self.chain[self.first : self.end] == self.inside
@@ -118,7 +120,7 @@ class ChainKernel:
         return all(leaf.shape[2:] == shape.shape[2:] for leaf, shape in zip(leaves, shapes, strict=True)) and self.trace()
 
     def trace(self) -> bool:
-        """Make the program of a block (`moved`), for its shapes; False if it mixes samples or does what a kernel cannot."""
+        """Make the programs of a block (`moved`), for its shapes; False if one mixes samples or does what a kernel cannot."""
         name, leaves = self.inside[0], jax.tree.leaves(self.small.lazy.state_shape)
         members, structure = jax.tree.flatten(self.data)
         start, value = self.energy.start.blocks[0].dtype, self.small.lazy.values[name].dtype
@@ -131,12 +133,15 @@ class ChainKernel:
         )
         own, self.shared = self.small.own[name], [i for i, owner in enumerate(self.small.owner) if owner is None]
         arguments = (near, base, [data] * 2, base, [leaves[i] for i in own], [leaves[i] for i in self.shared])
-        self.closed = jax.make_jaxpr(self.moved)(jax.ShapeDtypeStruct((), jnp.int32), *arguments)
+        last = len(self.chain) - 1
+        places = [0] * (self.first == 0) + [1] + [last] * (self.end == last + 1)  # 1: any node between the ends
+        self.programs = {place: jax.make_jaxpr(functools.partial(self.moved, place))(*arguments) for place in places}
         of_samples = [*[True] * 6, *self.split * 2, *[True] * (3 + len(own)), *[False] * len(self.shared)]
-        numbers = all(jnp.ndim(const) == 0 for const in self.closed.consts)
-        program = self.closed.jaxpr
-        pieces = program.replace(eqns=cut(program, program.outvars))
-        return numbers and _apart(pieces, [False, *of_samples]) is not None
+        return all(
+            all(jnp.ndim(const) == 0 for const in closed.consts)
+            and _apart(closed.jaxpr.replace(eqns=cut(closed.jaxpr, closed.jaxpr.outvars)), of_samples) is not None
+            for closed in self.programs.values()
+        )
 
     def __call__(self, carry: tuple[Packed, list[Any]], count: int, unroll: bool) -> tuple[Packed, list[Any]]:
         """So many steps from packed values and the optimiser's state."""
@@ -187,7 +192,7 @@ class ChainKernel:
 
     def moved(
         self,
-        node: Array,
+        place: int,
         near: Sequence[Array],
         base: Sequence[Array],
         data: Sequence[Any],
@@ -197,27 +202,32 @@ class ChainKernel:
     ) -> list[Array]:
         """The values of some samples of one node after a step, and its part of the optimiser's state.
 
-        ``near`` and ``base`` are the displacements (values) and starts of the node before, this one and the next; ``data`` the
-        operands and known products of the predictions of this node and the next.
+        ``place`` is where in the chain the node is: at one of its ends, or 1. ``near`` and ``base`` are the displacements
+        (values) and starts of the node before, this one and the next; ``data`` the operands and known products of the
+        predictions of this node and the next.
         """
         energy, _ = self.factors[self.members[0]]
-        anchored, count = self.energy.anchor is not None, len(self.chain)
+        anchored, last = self.energy.anchor is not None, len(self.chain) - 1
         below, own, above = (by.astype(start.dtype) for by, start in zip(near, base, strict=True))
 
         def local(by: Array) -> Array:
+            terms = []
+            if place > 0 or self.rooted:
+                terms.append((by, base[1], self.predict(below, base[0], *data[0]) if place > 0 else ends[2]))
+            if place < last:
+                terms.append((above, base[2], self.predict(by, base[1], *data[1])))
             total = jnp.zeros((), by.dtype)
-            own = jnp.where(node > 0, self.predict(below, base[0], *data[0]), ends[2])
-            pairs = ((node >= int(not self.rooted), by, base[1], own),
-                     (node < count - 1, above, base[2], self.predict(by, base[1], *data[1])))  # fmt: skip
-            for there, h, start, u in pairs:
+            for h, start, u in terms:
                 h, u = (
                     (h, u - start) if anchored and getattr(energy, "difference", False) else (h + start if anchored else h, u)
                 )
                 part = jax.vmap(lambda h, u: weighted(energy, h, u, precision=None, name=self.members[0]))(h, u)
-                total += there.astype(part.dtype) * jnp.sum(part)  # no select: the sum itself is not needed
+                total += jnp.sum(part).astype(total.dtype)
             return total
 
-        gradient = jax.grad(local)(own) + jnp.where(node == 0, ends[0], 0) + jnp.where(node == count - 1, ends[1], 0)
+        gradient = jax.grad(local)(own)
+        if place in (0, last):
+            gradient += ends[0 if place == 0 else 1]
         rule, name = self.small, self.inside[0]
         known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True))
         known |= {rule.state[i]: leaf for i, leaf in zip(self.shared, shared, strict=True)}
@@ -263,37 +273,48 @@ class ChainKernel:
         specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * len(ends)
         kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
         scalar = pl.BlockSpec((1,), lambda n, part: (0,))
-        numbers = [jnp.reshape(number, (1,)) for number in (*(before[i] for i in self.shared), *self.closed.consts)]
+        constants = [const for closed in self.programs.values() for const in closed.consts]
+        numbers = [jnp.reshape(number, (1,)) for number in (*(before[i] for i in self.shared), *constants)]
         arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices), *numbers]
-        program = self.closed.jaxpr
-        pairs = zip(arrays, [*specs, *kept, *[scalar] * len(numbers)], strict=True)
-        given = dict(zip([*program.invars[1:], *program.constvars], pairs, strict=True))
-        read = set(free_variables(cut(program, program.outvars), program.outvars)) | {program.invars[2]}  # this node's values
-        used = {var: pair for var, pair in given.items() if var in read}  # what is not read need not be made either
+        pairs = list(zip(arrays, [*specs, *kept, *[scalar] * len(numbers)], strict=True))
+        inputs, given, read = len(arrays) - len(constants), dict[int, dict[Any, int]](), {1}  # this node's values are 1
+        count = inputs
+        for place, closed in self.programs.items():
+            program, after_it = closed.jaxpr, count + len(closed.consts)
+            variables = dict(zip([*program.invars, *program.constvars], [*range(inputs), *range(count, after_it)], strict=True))
+            count = after_it
+            free = free_variables(cut(program, program.outvars), program.outvars)
+            given[place] = {var: variables[var] for var in free}
+            read |= set(given[place].values())
+        order = sorted(read)  # what is not read need not be made either
 
         def kernel(*refs: Any) -> None:
-            node, written = pl.program_id(0), refs[len(used) :]
-            moves, loaded = (node >= self.first) & (node < self.end), dict(zip(used, refs, strict=False))
+            node, written, of = pl.program_id(0), refs[len(order) :], dict(zip(order, refs, strict=False))
 
-            @pl.when(moves)
-            def _() -> None:
-                for ref, result in zip(written, _lazily(program, node, loaded), strict=True):
+            def move(place: int) -> None:
+                results = _lazily(self.programs[place].jaxpr, {var: of[i] for var, i in given[place].items()})
+                for ref, result in zip(written, results, strict=True):
                     ref[...] = result
+
+            moves = (node >= self.first) & (node < self.end)
+            for place in self.programs:
+                here = node == place if place != 1 else moves & (node > 0) & (node < nodes)
+                pl.when(here)(functools.partial(move, place))
 
             @pl.when(~moves)
             def _() -> None:
-                written[0][...] = loaded[program.invars[2]][...]
+                written[0][...] = of[1][...]
 
         like = [rows, *(before[i] for i in indices)]
         rows, *parts = pl.pallas_call(
             kernel,
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
             grid=(len(self.chain), self.batch // self.samples),
-            in_specs=[spec for _, spec in used.values()],
+            in_specs=[pairs[i][1] for i in order],
             out_specs=[specs[1], *kept],
             interpret=INTERPRET,
             compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        )(*(array for array, _ in used.values()))
+        )(*(pairs[i][0] for i in order))
         for i, leaf in zip(indices, parts, strict=True):
             after[i] = leaf
         return rows, after
@@ -341,9 +362,9 @@ def _first_axis_stays(eqn: JaxprEqn, has: Sequence[bool]) -> bool:
     return before == after  # reshape
 
 
-def _lazily(program: Jaxpr, node: Array, refs: Mapping[Any, Any]) -> list[Array]:
+def _lazily(program: Jaxpr, refs: Mapping[Any, Any]) -> list[Array]:
     """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
-    known: dict[Any, Any] = {program.invars[0]: node}
+    known = dict[Any, Any]()
     for eqn in cut(program, program.outvars):
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in known:
