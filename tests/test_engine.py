@@ -317,6 +317,18 @@ def test_top_five_of_three_classes_is_always_right(single):
     assert engine.evaluate(population, "test")["test_top1"][0] < 1
 
 
+@pytest.mark.parametrize("noise", [0.0, -1e-7, 1e-7])
+def test_an_output_is_never_before_itself(monkeypatch, noise):
+    """A compiler may evaluate the label's output twice, with sums in another order; equal ones are ranked by their place."""
+    output = np.array([[0.5, 0.1, 0.9], [0.5, 0.1, 0.9], [0.5, 0.1, 0.9], [0.2, 0.2, 0.2], [0.3, np.nan, 0.1]])
+    labels, expected = np.array([2, 0, 1, 2, 1]), [0, 1, 2, 2, 2]
+    take = jnp.take_along_axis
+    monkeypatch.setattr(jnp, "take_along_axis", lambda *args, **options: take(*args, **options) + noise)
+    rows = slice(None) if noise == 0 else [0, 1, 2, 4]  # what is equal stays so only without noise
+    found = np.asarray(engine_module._rank(jnp.asarray(output), jnp.asarray(labels)))
+    assert found[rows].tolist() == np.array(expected)[rows].tolist()
+
+
 def test_compilation_is_counted_apart(single):
     engine = Engine(config("bp_se"), DIGITS, [0])
     population = engine.init()

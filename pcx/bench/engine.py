@@ -379,7 +379,11 @@ def _select(alive: Array, new: Array, old: Array) -> Array:
 
 
 def _rank(output: Array, labels: Array) -> Array:
-    """How many outputs come before the label's: the larger ones, and of equal ones the earlier. A NaN is last."""
+    """How many other outputs come before the label's: the larger ones, and of equal ones the earlier. A NaN is last.
+
+    The label's own place is left out: where a compiler evaluates the output twice, with sums in another order, it may not be
+    equal to itself.
+    """
     own = jnp.take_along_axis(output, labels[:, None], axis=-1)
-    earlier = jnp.arange(output.shape[-1]) < labels[:, None]
-    return jnp.sum(~(output <= own) | ((output == own) & earlier), axis=-1)
+    place, label = jnp.arange(output.shape[-1]), labels[:, None]
+    return jnp.sum((place != label) & (~(output <= own) | ((output == own) & (place < label))), axis=-1)
