@@ -8,7 +8,7 @@ from helpers import Chain, Skip, batch, largest_difference
 
 import pcx
 import pcx.nn as pxnn
-from pcx.bench.scaling import build
+from pcx.bench.scaling import away_from_stack, build
 from pcx.shortcuts import kernel
 
 KERNEL = pcx.Shortcuts(kernel=True)
@@ -19,7 +19,7 @@ RULES = {"sgd": optax.sgd(0.05), "momentum": optax.sgd(0.05, momentum=0.5), "ada
 def interpreted(monkeypatch):
     """Blocks of four samples, and small layers."""
     monkeypatch.setattr(kernel, "INTERPRET", True)
-    monkeypatch.setattr(kernel, "SAMPLES", dict.fromkeys(kernel.SAMPLES, 4))
+    monkeypatch.setattr(kernel, "BLOCKS", dict.fromkeys(kernel.BLOCKS, (4, 1)))
     monkeypatch.setattr(kernel, "WIDTHS", (3, 4))
 
 
@@ -69,6 +69,15 @@ def test_anchored_products(setting):
     scale = largest_difference(stacked.values, stacked.forward.values)
     bound = {"float32": 1e-6, "tensorfloat32": 1e-6, "bfloat16": 2e-2, "state": 2e-2}[setting]
     assert largest_difference(fused.values, stacked.values) < bound * scale
+
+
+def test_the_benchmark_says_how_far_the_kernel_is_from_the_stack(monkeypatch):
+    """By rounding, and, if the kernel makes each value one percent larger, so far that it shows."""
+    point = {"batch": 8, "dim": 4, "layers": 5, "T": 3, "kind": "residual", "precision": "float32"}
+    assert away_from_stack(**point) < 1e-6
+    moved = kernel.ChainKernel.moved
+    monkeypatch.setattr(kernel.ChainKernel, "moved", lambda *args: [1.01 * moved(*args)[0], *moved(*args)[1:]])
+    assert away_from_stack(**point) > 1e-3
 
 
 def test_under_jit_and_a_map_over_learning_rates():

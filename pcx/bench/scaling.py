@@ -82,11 +82,7 @@ def make_inference(
 
     What is handed on is the sum of all values: with less, the compiler would leave out the layers that did not reach it.
     """
-    model = build(dim, layers, kind == "residual")
-    x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
-    last = f"vodes.{layers - 1}"
-    shortcuts = SHORTCUTS[stacked]._replace(kernel=kernel)
-    options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": shortcuts} | _state_dtype(precision)
+    model, x, y, last, options = _inference(batch, dim, layers, T, kind, stacked, precision, kernel)
 
     def repeat(model: Any, x: Any, y: Any, total: Any) -> Any:
         def body(total: Any, _: Any) -> Any:
@@ -96,6 +92,32 @@ def make_inference(
         return model, x, y, jax.lax.scan(body, total, length=calls)[0]
 
     return repeat, (model, x, y, jnp.zeros((), x.dtype))
+
+
+def _inference(
+    batch: int, dim: int, layers: int, T: int, kind: str, stacked: bool, precision: str, kernel: bool
+) -> tuple[EqualLayers, Array, Array, str, dict[str, Any]]:
+    """The model, input and target, the name of the last node, and the options of an inference."""
+    x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
+    shortcuts = SHORTCUTS[stacked]._replace(kernel=kernel)
+    options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": shortcuts} | _state_dtype(precision)
+    return build(dim, layers, kind == "residual"), x, y, f"vodes.{layers - 1}", options
+
+
+def away_from_stack(batch: int, dim: int, layers: int, T: int, kind: str, precision: str) -> float:
+    """The largest difference of a value between one kernel a step and the stack, as a part of the largest value."""
+    found = []
+    for kernel in (True, False):
+        model, x, y, last, options = _inference(batch, dim, layers, T, kind, True, precision, kernel)
+
+        def settled(model: Any, x: Array, y: Array, last: str = last, options: Any = options) -> Array:
+            values = pcx.infer(model, x, {last: y}, **options).values
+            return jnp.stack([value for name, value in values.items() if name != last])
+
+        with jax.default_matmul_precision(PRECISION[precision]):
+            found.append(jax.jit(settled)(model, x, y))
+    one, other = found
+    return float(jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other)))
 
 
 def _state_dtype(precision: str) -> dict[str, Any]:
@@ -175,9 +197,14 @@ def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dic
         seconds = summary([second / calls for second in whole["each"]])
         first = seconds["median"] if point["layers"] == depths[0] else first
         ratio = seconds["median"] / first
-        records.append(stamp("depth", quick) | point | {"seconds": seconds, "ratio": ratio})
+        found: dict[str, Any] = {"seconds": seconds, "ratio": ratio}
+        if point["kernel"]:
+            same = {name: value for name, value in point.items() if name not in ("stacked", "kernel", "calls")}
+            found["away_from_stack"] = away_from_stack(**same)
+        records.append(stamp("depth", quick) | point | found)
         record.append(out, records[-1])
         text = f"{1e3 * seconds['median']:.3f} ms per call, {ratio:.2f} times {depths[0]} layers"
+        text += f", values {found['away_from_stack']:.1e} from the stack's" if "away_from_stack" in found else ""
         say(f"{point['kind']} of {point['layers']} layers, {record.way_of(point)}: {text}")
     return records
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._energies import weighted
@@ -25,8 +25,10 @@ from pcx.shortcuts.plan import Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
-SAMPLES = {"bfloat16": 64, "other": 16}  # of a block, by the dtype of products: about what fits into registers
-WARPS = 8
+BLOCKS = {
+    "bfloat16": (32, 4),
+    "other": (16, 8),
+}  # samples and warps of a block by the dtype of products: the fastest of many layers
 WIDTHS = (16, 32, 64, 128)  # of a layer: Triton's arrays have powers of two, and two weight matrices must fit
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
 Move = Callable[[Packed, list[Any], Packed], tuple[Packed, list[Any]]]
@@ -39,10 +41,16 @@ class ChainKernel:
     """
 
     def __init__(
-        self, task: Any, energy: BlockEnergy, optimiser: BlockOptimiser, factors: Mapping[str, Factor], move: Move, samples: int
+        self,
+        task: Any,
+        energy: BlockEnergy,
+        optimiser: BlockOptimiser,
+        factors: Mapping[str, Factor],
+        move: Move,
+        block: tuple[int, int],
     ):
         self.energy, self.optimiser, self.factors, self.constants = energy, optimiser, factors, task.constants
-        self.move, self.samples = move, samples
+        self.move, (self.samples, self.warps) = move, block
         program, group, start = energy.program, energy.program.groups[0], energy.start.blocks[0]
         self.members = [name for name in group if name in factors and name not in self.constants]
         self.inside = energy.blocks.groups[0]
@@ -73,10 +81,10 @@ class ChainKernel:
             return None
         if any(callable(precision) for precision in task.objective.precision.values()):  # a schedule
             return None
-        samples = SAMPLES["bfloat16" if precision() == "bfloat16" else "other"]
-        if shape[1] % samples or shape[2] not in WIDTHS:
+        block = BLOCKS["bfloat16" if precision() == "bfloat16" else "other"]
+        if shape[1] % block[0] or shape[2] not in WIDTHS:
             return None
-        made = ChainKernel(task, energy, optimiser, factors, move, samples)
+        made = ChainKernel(task, energy, optimiser, factors, move, block)
         return made if made.linked and made.fits() and made.prepare(task) else None
 
     def fits(self) -> bool:
@@ -135,11 +143,10 @@ class ChainKernel:
         arguments = (near, base, [data] * 2, base, [leaves[i] for i in own], [leaves[i] for i in self.shared])
         last = len(self.chain) - 1
         places = [0] * (self.first == 0) + [1] + [last] * (self.end == last + 1)  # 1: any node between the ends
-        self.programs = {place: jax.make_jaxpr(functools.partial(self.moved, place))(*arguments) for place in places}
+        self.programs = {place: _flat(functools.partial(self.moved, place), arguments) for place in places}
         of_samples = [*[True] * 6, *self.split * 2, *[True] * (3 + len(own)), *[False] * len(self.shared)]
         return all(
-            all(jnp.ndim(const) == 0 for const in closed.consts)
-            and _apart(closed.jaxpr.replace(eqns=cut(closed.jaxpr, closed.jaxpr.outvars)), of_samples) is not None
+            all(jnp.ndim(const) == 0 for const in closed.consts) and _apart(closed.jaxpr, of_samples)
             for closed in self.programs.values()
         )
 
@@ -283,8 +290,7 @@ class ChainKernel:
             program, after_it = closed.jaxpr, count + len(closed.consts)
             variables = dict(zip([*program.invars, *program.constvars], [*range(inputs), *range(count, after_it)], strict=True))
             count = after_it
-            free = free_variables(cut(program, program.outvars), program.outvars)
-            given[place] = {var: variables[var] for var in free}
+            given[place] = {var: variables[var] for var in free_variables(program.eqns, program.outvars)}
             read |= set(given[place].values())
         order = sorted(read)  # what is not read need not be made either
 
@@ -313,7 +319,7 @@ class ChainKernel:
             in_specs=[pairs[i][1] for i in order],
             out_specs=[specs[1], *kept],
             interpret=INTERPRET,
-            compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
+            compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=self.warps, num_stages=1),
         )(*(pairs[i][0] for i in order))
         for i, leaf in zip(indices, parts, strict=True):
             after[i] = leaf
@@ -328,21 +334,38 @@ ELEMENTWISE = {
 MOVES = {"broadcast_in_dim", "dot_general", "expand_dims", "reduce_max", "reduce_sum", "reshape", "squeeze", "transpose"}
 
 
-def _apart(program: Jaxpr, of_samples: Sequence[bool]) -> list[bool] | None:
-    """Which results of a program have samples as their first axis; None if samples mix, or for an operation not listed here."""
+def _flat(function: Callable[..., Any], arguments: Any) -> ClosedJaxpr:
+    """A function as a program without others inside, and without what its results do not need."""
+
+    def run(program: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        known = dict(zip([*program.constvars, *program.invars], [*consts, *given], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for eqn in cut(program, program.outvars):
+            inner = inside(eqn)
+            if inner is None:
+                results = evaluate(program, [eqn], known, eqn.outvars)
+            else:
+                results = run(inner.jaxpr, inner.consts, [read(atom) for atom in eqn.invars])
+            known |= zip(eqn.outvars, results, strict=True)
+        return [read(atom) for atom in program.outvars]
+
+    closed = jax.make_jaxpr(function)(*arguments)
+    flat = jax.make_jaxpr(lambda *leaves: run(closed.jaxpr, closed.consts, leaves))(*jax.tree.leaves(arguments))
+    return flat.replace(jaxpr=flat.jaxpr.replace(eqns=cut(flat.jaxpr, flat.jaxpr.outvars)))
+
+
+def _apart(program: Jaxpr, of_samples: Sequence[bool]) -> bool:
+    """Whether samples, the first axis of some arguments, stay apart in a program; no, if it has an operation not listed."""
     carries = {var for var, has in zip(program.invars, of_samples, strict=True) if has}
     for eqn in program.eqns:
-        has = [not isinstance(atom, Literal) and atom in carries for atom in eqn.invars]
-        inner, name = inside(eqn), eqn.primitive.name
-        results: list[bool] | None = [any(has)] * len(eqn.outvars)
-        if inner is not None:
-            results = _apart(inner.jaxpr, has)
-        elif name not in ELEMENTWISE and not (name in MOVES and (not any(has) or _first_axis_stays(eqn, has))):
-            results = None
-        if results is None:
-            return None
-        carries.update(var for var, result in zip(eqn.outvars, results, strict=True) if result)
-    return [not isinstance(atom, Literal) and atom in carries for atom in program.outvars]
+        has, name = [not isinstance(atom, Literal) and atom in carries for atom in eqn.invars], eqn.primitive.name
+        if name not in ELEMENTWISE and not (name in MOVES and (not any(has) or _first_axis_stays(eqn, has))):
+            return False
+        carries.update(eqn.outvars if any(has) else ())
+    return True
 
 
 def _first_axis_stays(eqn: JaxprEqn, has: Sequence[bool]) -> bool:
@@ -365,7 +388,7 @@ def _first_axis_stays(eqn: JaxprEqn, has: Sequence[bool]) -> bool:
 def _lazily(program: Jaxpr, refs: Mapping[Any, Any]) -> list[Array]:
     """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
     known = dict[Any, Any]()
-    for eqn in cut(program, program.outvars):
+    for eqn in program.eqns:
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in known:
                 known[atom] = refs[atom][...] if cast(Any, atom.aval).ndim else refs[atom][0]
