@@ -35,7 +35,7 @@ from pcx.shortcuts import products
 from pcx.shortcuts.kernel import ChainKernel
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
 from pcx.shortcuts.products import Anchor
-from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
+from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, once, repeat
 
 T = TypeVar("T", bound="Nodes[Array] | Packed")
 Record = Callable[[Any, Nodes[Array], Nodes[Array]], Any]
@@ -281,8 +281,9 @@ class _Task:
             carry, noted = body(carry, 0, ())
             history, done = [*history, noted], 1
         if unroll or steps - done <= WRITTEN_OUT:
+            again = once(body, carry, done) if record is None else body
             for step in range(done, steps):
-                carry, noted = body(carry, step)
+                carry, noted = again(carry, step)
                 history.append(noted)
         else:
             carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
@@ -291,8 +292,7 @@ class _Task:
     def inferred(self, free: Nodes[Array], state: Any, steps: int, reached: frozenset[str], history: Any) -> Inferred:
         count, values = jnp.full((self.batch,), steps, jnp.int32), self.all_values(free)
         displaced = values if isinstance(values, Displaced) else None
-        settled = self.values(free)
-        return Inferred(settled, self.start, state, count, history=history, displaced=displaced, reached=reached)
+        return Inferred(self.values(free), self.start, state, count, history=history, displaced=displaced, reached=reached)
 
     def solve_stacked(
         self, lazy: ZeroAware, state: Any, plan: list[tuple[list[str], list[str]]], steps: int, unroll: bool

@@ -326,6 +326,40 @@ def test_a_large_state_is_kept_from_step_to_step(monkeypatch, setting, steps):
     assert operands == 2 * of_a_node  # of the two hidden nodes, when both are reached
 
 
+@pytest.mark.parametrize("widths", [[3, 4, 4, 2], [3, 4, 4, 4, 4, 2]])
+def test_equal_steps_are_traced_once(widths):
+    """However many are written out; where nothing is traced, each step runs as it is. With and without a stack."""
+    calls = []
+
+    def energy(h, u):
+        calls.append(1)
+        return 0.5 * jnp.sum((h - u) ** 2)
+
+    model, (x, y) = Chain(widths, activation=jnp.tanh), batch(3, 2, size=5)
+    nodes, traced, found = [f"vodes.{i}" for i in range(len(widths) - 1)], [], []
+    last = nodes[-1]
+    for steps in (2, 8):
+        options = {"optimiser": optax.sgd(0.1), "steps": steps, "init": "zeros", "energy": dict.fromkeys(nodes, energy)}
+        calls.clear()
+        found.append(jax.jit(lambda x, options=options: pcx.infer(model, x, {last: y}, **options).values)(x))
+        traced.append(len(calls))
+    assert traced[0] == traced[1] > 0
+    assert largest_difference(found[1], pcx.infer(model, x, {last: y}, **options).values) < 1e-14
+
+
+def test_a_schedule_may_branch_on_the_number_of_the_step():
+    """Steps that are written out have plain numbers: precision 1 for two steps, then 3, as with arrays."""
+    model, (x, y) = Chain([3, 4, 2]), batch(3, 2, size=5)
+
+    def settle(schedule):
+        options = {"optimiser": optax.sgd(0.1), "steps": 4, "init": "zeros", "precision": {"vodes.0": schedule}}
+        return jax.jit(lambda x: pcx.infer(model, x, {"vodes.1": y}, **options).values)(x)
+
+    branches = settle(lambda step: 1.0 if step < 2 else 3.0)
+    assert largest_difference(branches, settle(lambda step: jnp.where(step < 2, 1.0, 3.0))) < 1e-15
+    assert largest_difference(branches, settle(lambda step: 1.0)) > 1e-3
+
+
 def test_values_of_many_members_are_kept_too():
     """Eight members side by side have barriers, two have none; values and derivatives are those of each member alone."""
     model, (x, y) = Chain([3, 4, 4, 2]), batch(3, 2, size=5)

@@ -248,6 +248,19 @@ def _mapped(jaxpr: Jaxpr, outputs: list[Any], known: Mapping[Any, Any], own: Map
     return list((jax.vmap(function) if mapped else function)(*own.values()))
 
 
+def once(body: Callable[..., Any], carry: Any, step: int) -> Callable[..., Any]:
+    """``carry, rest = body(carry, step)`` for several steps of a program, traced only once: derivatives take long to trace."""
+    leaves = jax.tree.leaves(carry)
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves) or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return body
+    again = jax.jit(body, inline=True)
+    try:
+        again.eval_shape(carry, step)
+    except jax.errors.ConcretizationTypeError:  # a schedule that branches on the number of the step
+        return body
+    return again
+
+
 def repeat(
     body: Callable[..., Any],
     carry: Any,
@@ -266,8 +279,9 @@ def repeat(
     if kernel is not None:
         carry = kernel(carry, steps - done, unroll)
     elif unroll or steps - done <= WRITTEN_OUT:
+        again = once(lambda carry, step: (body(carry, step, plan[done]), None), carry, done)
         for step in range(done, steps):
-            carry = body(carry, step, plan[done])
+            carry, _ = again(carry, step)
     else:
         carry, _ = jax.lax.scan(lambda carry, step: (body(carry, step, plan[done]), None), carry, jnp.arange(done, steps))
     return *carry, plan[done]
