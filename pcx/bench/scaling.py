@@ -179,8 +179,11 @@ def scaling(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[d
     return records
 
 
-def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dict[str, Any]]:
-    """Time of the inference phase against the number of equal layers, on a GPU also in one kernel a step; one record each."""
+def depth(out: Path, quick: bool, say: Say, precision: str = "tf32", only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Time of the inference phase against the number of equal layers, on a GPU also in one kernel a step; one record each.
+
+    ``only`` are the ways to take ("stacked", "not stacked", "one kernel"); without it, all that there are here.
+    """
     check_precision(precision)
     calls, epochs, depths = (2, 1, (4, 8)) if quick else (CALLS, EPOCHS, DEPTHS)
     ways = [{"stacked": True, "kernel": False}, {"stacked": False, "kernel": False}]
@@ -189,6 +192,7 @@ def depth(out: Path, quick: bool, say: Say, precision: str = "tf32") -> list[dic
         {"precision": precision, "kind": kind, "layers": layers, "calls": calls, **way, **DEPTH_BASE}
         for kind in KINDS
         for way in ways
+        if not only or record.way_of(way) in only
         for layers in depths
     ]
     records, first = list[dict[str, Any]](), 0.0
