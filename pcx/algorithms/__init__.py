@@ -22,6 +22,7 @@ from pcx.algorithms._common import metrics_of as metrics_of
 from pcx.algorithms._common import observations as observations
 from pcx.algorithms._common import step_key as step_key
 from pcx.algorithms._common import stream as stream
+from pcx.algorithms._common import unit_gradients as unit_gradients
 from pcx.algorithms._common import warm_up_cosine as warm_up_cosine
 
 

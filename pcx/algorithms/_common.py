@@ -74,8 +74,27 @@ def warm_up_cosine(learning_rate: Any, total_steps: int | None) -> Any:
 
 
 def adamw(hyper: Any, total_steps: int | None) -> optax.GradientTransformation:
-    """The weight optimiser of all tuned settings: decoupled weight decay on all weights, biases included."""
-    return optax.adamw(warm_up_cosine(hyper.lr_theta, total_steps), weight_decay=hyper.weight_decay)
+    """The weight optimiser of all tuned settings: decoupled weight decay on all weights, biases included.
+
+    Where the algorithm has the setting ``unit_gradients`` and it is on, `unit_gradients` come first.
+    """
+    optimiser = optax.adamw(warm_up_cosine(hyper.lr_theta, total_steps), weight_decay=hyper.weight_decay)
+    return optax.chain(unit_gradients(), optimiser) if getattr(hyper, "unit_gradients", False) else optimiser
+
+
+def unit_gradients() -> optax.GradientTransformation:
+    """Divide every array of a gradient by its root mean square, so that its direction counts and its size does not.
+
+    The error of a node is smaller by about the state learning rate for every layer above it. In a deep network the gradients
+    of the first layers are then far below the ε = 1e-8 of AdamW, and their squares below the smallest number.
+    """
+
+    def of(gradient: Array) -> Array:
+        largest = jnp.max(jnp.abs(gradient))
+        scaled = gradient / jnp.where(largest > 0, largest, 1)
+        return scaled / jnp.where(largest > 0, jnp.sqrt(jnp.mean(scaled**2)), 1)
+
+    return optax.stateless(lambda gradients, _: jax.tree.map(of, gradients))
 
 
 def check_positive(hyper: Any, *names: str, allow_zero: bool = True) -> None:

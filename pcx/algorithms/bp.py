@@ -36,6 +36,7 @@ class Hyper(eqx.Module):
     lr_theta: Any = 3e-4
     weight_decay: Any = 1e-4
     loss: str = eqx.field(static=True, default="se")
+    unit_gradients: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_theta", "weight_decay")

@@ -43,6 +43,7 @@ class Hyper(eqx.Module):
     weight_decay: Any = 1e-3
     T: int = eqx.field(static=True, default=8)
     loss: str = eqx.field(static=True, default="se")
+    unit_gradients: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay")

@@ -51,6 +51,7 @@ class Hyper(eqx.Module):
     direction: str = eqx.field(static=True, default="+")
     clamp: str = eqx.field(static=True, default="plain")
     signs: str = eqx.field(static=True, default="random")
+    unit_gradients: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "beta_ir", "T")

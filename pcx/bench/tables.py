@@ -63,7 +63,12 @@ def _is_default(config: dict[str, Any]) -> bool:
     if config["model"] not in pcx.models.names():
         return False
     default = configure(f"{config['dataset']}/{config['model']}", config["algorithm"]).as_dict()
-    return all(config.get(name, value) == value for name, value in default.items() if name not in FREE)
+    return all(_filled(config.get(name, value), value) == value for name, value in default.items() if name not in FREE)
+
+
+def _filled(value: Any, default: Any) -> Any:
+    """Settings that a record does not have yet are at their default."""
+    return default | value if isinstance(default, dict) else value
 
 
 def _accuracy(records: list[dict[str, Any]]) -> list[Row]:
