@@ -478,3 +478,56 @@ def test_names_of_algorithms_are_taken_once(monkeypatch, tmp_path):
 def test_incremental_learning_takes_a_step():
     with pytest.raises(pcx.ModelError, match="T is 0"):
         ipc.Hyper(T=0)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-8, 1.0, 1e30])
+def test_unit_gradients_have_a_root_mean_square_of_one(scale):
+    """Whatever the size, also where its square is below the smallest float32; zeros stay zeros."""
+    plain = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    gradients = {"w": jnp.asarray(plain * np.float32(scale)), "b": jnp.zeros(3, jnp.float32)}
+    transform = pcx.algorithms.unit_gradients()
+    found, _ = transform.update(gradients, transform.init(gradients))
+    np.testing.assert_allclose(found["w"], plain / np.sqrt(np.mean(plain.astype(np.float64) ** 2)), rtol=2e-6)
+    assert found["b"].tolist() == [0, 0, 0]
+
+
+def deep_gradients(shortcuts, depth=14, rate=0.01):
+    """Unit gradients of the weights of every layer by PC in float32, and by BP in float64: a list of each."""
+    model, (x, y) = Chain([6] * (depth + 1), activation=lambda a: jnp.tanh(2.5 * a)), batch(6, 6, size=16)
+    last = f"vodes.{depth - 1}"
+
+    def loss(model):
+        return jnp.mean(jnp.sum(0.5 * (jax.vmap(model)(x) - y) ** 2, axis=-1))
+
+    exact = eqx.filter_grad(loss)(model)
+    small = jax.tree.map(lambda a: a.astype(jnp.float32), model)
+    narrow, label = x.astype(jnp.float32), y.astype(jnp.float32)
+    done = pcx.infer(small, narrow, {last: label}, optimiser=optax.sgd(rate), steps=depth, shortcuts=shortcuts)
+    settled = done.values if done.displaced is None else done.displaced
+    gradient = pcx.weight_gradient(small, lambda u: pcx.deltas(small, settled, u), settled, narrow)
+    unit = pcx.algorithms.unit_gradients().update
+    return [[layer.weight for layer in unit(g, optax.EmptyState())[0].layers] for g in (gradient, exact)]
+
+
+def test_the_first_layers_of_a_deep_network_have_the_direction_of_backpropagation():
+    """With a small state learning rate γ and as many steps as layers, the error of layer l is that of BP times about
+    γ to the power of the layers above it; relative to each other the terms of it are of order γ. Plain float32 rounds it away."""
+    ours, exact = deep_gradients(pcx.ALL_SHORTCUTS)
+    cosines = [float(jnp.mean(a * b)) for a, b in zip(ours, exact, strict=True)]
+    assert min(cosines) > 0.98
+    plain, _ = deep_gradients(pcx.Shortcuts(anchor=False))
+    assert abs(float(jnp.mean(plain[0] * exact[0]))) < 0.5
+
+
+def test_unit_gradients_are_a_setting_of_every_algorithm_with_adamw():
+    """A step with the setting is a step with the transformation before the same AdamW."""
+    model, (x, y) = Chain(DIMS), batch(DIMS[0], DIMS[-1])
+    for module, variant in ((pc, "pc_se"), (ipc, "ipc"), (nudging, "nn"), (pcx.algorithms.bp, "bp_se")):
+        hyper = dataclasses.replace(module.VARIANTS[variant], unit_gradients=True)
+        by_hand = optax.chain(pcx.algorithms.unit_gradients(), optax.adamw(hyper.lr_theta, weight_decay=hyper.weight_decay))
+        models = []
+        for algorithm in (module.make(hyper), module.make(hyper, weight_optimiser=by_hand)):
+            state = algorithm.init(model, x, y, jax.random.key(0))
+            models.append(algorithm.step(state, x, y, jax.random.key(0))[0].model)
+        assert largest_difference(*map(pcx.weights, models)) == 0
+        assert largest_difference(pcx.weights(models[0]), pcx.weights(model)) > 1e-5
