@@ -510,8 +510,8 @@ def deep_gradients(shortcuts, depth=14, rate=0.01):
 
 
 def test_the_first_layers_of_a_deep_network_have_the_direction_of_backpropagation():
-    """With a small state learning rate γ and as many steps as layers, the error of layer l is that of BP times about
-    γ to the power of the layers above it; relative to each other the terms of it are of order γ. Plain float32 rounds it away."""
+    """With a small state learning rate γ and as many steps as layers, the error of a layer is that of BP times γ to the
+    power of the layers above it, up to terms that are smaller by γ. Plain float32 rounds it away."""
     ours, exact = deep_gradients(pcx.ALL_SHORTCUTS)
     cosines = [float(jnp.mean(a * b)) for a, b in zip(ours, exact, strict=True)]
     assert min(cosines) > 0.98
