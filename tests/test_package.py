@@ -28,7 +28,7 @@ PUBLIC = {
         next_key seed""",
     "pcx.optim": "NoisyState langevin noisy_heavy_ball second_order_langevin",
     "pcx.algorithms": """Algorithm Metrics State adamw check_positive fresh_state get metrics_of
-        modules names observations step_key stream
+        modules names observations step_key stream unit_gradients
         warm_up_cosine""",
 }
 
