@@ -6,7 +6,7 @@ One training step of PC-SE with the task's tuned settings from fresh weights, on
 float64 and float32, then displaced values and anchored products in float32 and bfloat16, at last with a state in bfloat16 too.
 The exact gradient is that of displaced values and anchored products in float64, without any other shortcut: the errors of the
 first layers of a deep network are below the rounding of plain float64. Beside the cosines stands its root mean square.
-A cosine of 1 is the exact direction, 0 noise; it is NaN where all of a gradient is zero.
+A cosine of 1 is the exact direction, 0 noise; there is none (null) where all of a gradient is zero.
 (tf32 is a rounding of accelerators only; on one, add ``--precisions float32 tensorfloat32 bfloat16``.)
 """
 
@@ -46,7 +46,7 @@ def cosine(a, b):
     """Of two arrays whose squares may be too small for a float64."""
     a, b = (array / max(np.max(np.abs(array)), np.finfo(np.float64).tiny) for array in (a, b))
     norm = np.sqrt(np.sum(a * a) * np.sum(b * b))
-    return float(np.sum(a * b) / norm) if norm > 0 else float("nan")
+    return float(np.sum(a * b) / norm) if norm > 0 else None
 
 
 def root_mean_square(array):
@@ -85,7 +85,8 @@ def main() -> None:
     sizes = {name: root_mean_square(array) for name, array in zip(names, exact, strict=True)}
     print(" " * width, *(f"{variant:>20}" for variant in found), f"{'size':>10}")
     for name in names:
-        print(f"{name:<{width}}", *(f"{found[variant][name]:20.4f}" for variant in found), f"{sizes[name]:10.1e}")
+        cells = [by_name[name] for by_name in found.values()]
+        print(f"{name:<{width}}", *(f"{'none' if c is None else f'{c:.4f}':>20}" for c in cells), f"{sizes[name]:10.1e}")
     settings = {"task": config.task, "samples": options.samples, "hyper": dataclasses.asdict(config.hyper)}
     record.append(options.out, {"what": "small errors", **settings, "cosines": found, "sizes": sizes, **record.environment()})
 

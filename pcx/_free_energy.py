@@ -44,7 +44,7 @@ def as_inputs(x: Any) -> tuple[Any, ...]:
 def by_name(what: str, given: Any) -> Mapping[str, Any]:
     """A mapping from names of nodes, empty where none is given."""
     if given is not None and not isinstance(given, Mapping):
-        raise ModelError(f"{what} is of type {type(given).__name__}; it maps names of nodes to arrays, as in {{'vodes.2': y}}.")
+        raise ModelError(f"{what} is of type {type(given).__name__}; it maps names of nodes, as in {{'vodes.2': ...}}.")
     return given or {}
 
 
@@ -305,13 +305,13 @@ def free_energy(model: Any, values: Observations, x: Any = None, **options: Any)
 
 
 def make_objective(model: Any, energy: Mapping[str, Any] | None, precision: Mapping[str, Any] | None) -> Objective:
-    nodes = named(model, Vode)
-    for name in [*(energy or {}), *(precision or {})]:
+    nodes, energy, precision = named(model, Vode), by_name("energy", energy), by_name("precision", precision)
+    for name in [*energy, *precision]:
         if name not in nodes:
             raise ModelError(f"the model has no node {name!r} to give an energy or a precision; near: {near(name, nodes)}.")
     for name, vode in nodes.items():
-        check_factor(name, (energy or {}).get(name, vode.energy_function), (precision or {}).get(name))
-    return Objective(energy or {}, precision or {})
+        check_factor(name, energy.get(name, vode.energy_function), precision.get(name))
+    return Objective(energy, precision)
 
 
 class Graph(NamedTuple):

@@ -677,7 +677,10 @@ def test_a_bare_array_or_list_instead_of_names():
     with untyped():
         for give in (lambda: pcx.infer(model, x, y, **options), lambda: pcx.infer(model, x, {}, values=y, **options),
                      lambda: pcx.energies(model, y, x), lambda: pcx.run(model, {}, x, errors=y)):  # fmt: skip
-            with refuses("is of type ArrayImpl", "names of nodes to arrays", models=(model,)):
+            with refuses("is of type ArrayImpl", "maps names of nodes", models=(model,)):
                 give()
+        for what in ("energy", "precision"):
+            with refuses(f"{what} is of type list", "maps names of nodes", models=(model,)):
+                pcx.infer(model, x, {}, **options, **{what: ["vodes.0"]})
         with refuses("input 0", "list", "leading batch axis", models=(model,)):
             pcx.run(model, {}, np.asarray(x).tolist())
