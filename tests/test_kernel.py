@@ -17,9 +17,9 @@ RULES = {"sgd": optax.sgd(0.05), "momentum": optax.sgd(0.05, momentum=0.5), "ada
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Blocks of four samples, and small layers."""
+    """Blocks of four samples and two nodes, and small layers."""
     monkeypatch.setattr(kernel, "INTERPRET", True)
-    monkeypatch.setattr(kernel, "BLOCKS", dict.fromkeys(kernel.BLOCKS, (4, 1)))
+    monkeypatch.setattr(kernel, "BLOCKS", dict.fromkeys(kernel.BLOCKS, kernel.Block(4, 2, 1)))
     monkeypatch.setattr(kernel, "WIDTHS", (3, 4))
 
 
@@ -43,6 +43,18 @@ def test_the_kernel_is_the_stack(residual, rule):
     assert largest_difference(stacked.values, stacked.forward.values) > 0.01
     found, expected = ((done.values, done.optimiser_state) for done in (fused, stacked))
     assert largest_difference(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4, 9])
+@pytest.mark.parametrize("sizes", [(5, 4, 4, 4, 4, 4, 4, 4, 4, 2), (4, 4, 4, 4, 4, 4)], ids=["between", "alone"])
+def test_blocks_of_other_numbers_of_nodes(nodes, sizes, monkeypatch):
+    """Also where they do not divide the chain, and where one block is all of it."""
+    monkeypatch.setattr(kernel, "BLOCKS", dict.fromkeys(kernel.BLOCKS, kernel.Block(4, nodes, 1)))
+    model, (x, y) = Chain(sizes, activation=jnp.tanh), batch(sizes[0], sizes[-1], size=8)
+    observed, options = {f"vodes.{len(sizes) - 2}": y}, {"optimiser": RULES["momentum"], "steps": 3, "init": "zeros"}
+    stacked, fused = both(model, x, observed, **options)
+    assert launches(model, x, observed, shortcuts=KERNEL, **options) == 3
+    assert largest_difference(fused.values, stacked.values) < 1e-14
 
 
 @pytest.mark.parametrize("init", ["forward", "zeros"])
@@ -76,7 +88,8 @@ def test_the_benchmark_says_how_far_the_kernel_is_from_the_stack(monkeypatch):
     point = {"batch": 8, "dim": 4, "layers": 5, "T": 3, "kind": "residual", "precision": "float32"}
     assert away_from_stack(**point) < 1e-6
     moved = kernel.ChainKernel.moved
-    monkeypatch.setattr(kernel.ChainKernel, "moved", lambda *args: [1.01 * moved(*args)[0], *moved(*args)[1:]])
+    larger = lambda *args: [[1.01 * value, *state] for value, *state in moved(*args)]  # noqa: E731
+    monkeypatch.setattr(kernel.ChainKernel, "moved", larger)
     assert away_from_stack(**point) > 1e-3
 
 

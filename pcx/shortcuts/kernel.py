@@ -1,16 +1,16 @@
 """A step of a row of equal dense layers as one kernel, on a GPU.
 
 A stacked step (`pcx.shortcuts.stack`) is two batched products and two elementwise passes, and each of the four reads and writes
-the values of all layers. Here every block of the kernel takes some samples of one node: it predicts the node and the one above
-it, takes the gradient of both energies, and moves the node by the optimiser's own program. It writes nothing but new values and
-the optimiser's state. One product is computed twice for that, which costs less than the bytes.
+the values of all layers. Here every block of the kernel takes some samples of a few neighbouring nodes: it predicts them and
+the node above them, takes the gradient of these energies, and moves the nodes by the optimiser's own program. It writes nothing
+but new values and the optimiser's state. One product per block is computed twice for that, which costs less than the bytes.
 
 The arithmetic is that of the stack, traced for the samples of a block; `ChainKernel.of` refuses what does not fit.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,26 @@ from pcx.shortcuts.plan import Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
-BLOCKS = {
-    "bfloat16": (32, 4),
-    "other": (16, 8),
-}  # samples and warps of a block by the dtype of products: the fastest of many layers
+
+class Block(NamedTuple):
+    """What a block of the kernel takes, and how many threads it has."""
+
+    samples: int
+    nodes: int
+    warps: int
+
+
+class Place(NamedTuple):
+    """Where an argument of a program is: in which array, at which row from the first node of the block (None: it has no rows
+    of nodes), of how many, and whether it has a part for the samples of the block."""
+
+    array: int
+    row: int | None
+    most: int
+    split: bool = True
+
+
+BLOCKS = {"bfloat16": Block(32, 2, 8), "other": Block(16, 1, 8)}  # by the dtype of products: the fastest of many layers
 WIDTHS = (16, 32, 64, 128)  # of a layer: Triton's arrays have powers of two, and two weight matrices must fit
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
 Move = Callable[[Packed, list[Any], Packed], tuple[Packed, list[Any]]]
@@ -47,10 +63,10 @@ class ChainKernel:
         optimiser: BlockOptimiser,
         factors: Mapping[str, Factor],
         move: Move,
-        block: tuple[int, int],
+        block: Block,
     ):
         self.energy, self.optimiser, self.factors, self.constants = energy, optimiser, factors, task.constants
-        self.move, (self.samples, self.warps) = move, block
+        self.move, self.block, self.samples = move, block, block.samples
         program, group, start = energy.program, energy.program.groups[0], energy.start.blocks[0]
         self.members = [name for name in group if name in factors and name not in self.constants]
         self.inside = energy.blocks.groups[0]
@@ -82,7 +98,7 @@ class ChainKernel:
         if any(callable(precision) for precision in task.objective.precision.values()):  # a schedule
             return None
         block = BLOCKS["bfloat16" if precision() == "bfloat16" else "other"]
-        if shape[1] % block[0] or shape[2] not in WIDTHS:
+        if shape[1] % block.samples or shape[2] not in WIDTHS:
             return None
         made = ChainKernel(task, energy, optimiser, factors, move, block)
         return made if made.linked and made.fits() and made.prepare(task) else None
@@ -128,27 +144,39 @@ class ChainKernel:
         return all(leaf.shape[2:] == shape.shape[2:] for leaf, shape in zip(leaves, shapes, strict=True)) and self.trace()
 
     def trace(self) -> bool:
-        """Make the programs of a block (`moved`), for its shapes; False if one mixes samples or does what a kernel cannot."""
-        name, leaves = self.inside[0], jax.tree.leaves(self.small.lazy.state_shape)
+        """Make the programs of blocks (`moved`), for their shapes; False if one mixes samples or does what a kernel cannot."""
+        leaves, count = jax.tree.leaves(self.small.lazy.state_shape), self.block.nodes
         members, structure = jax.tree.flatten(self.data)
-        start, value = self.energy.start.blocks[0].dtype, self.small.lazy.values[name].dtype
-        near, base = ([jax.ShapeDtypeStruct((self.samples, self.width), dtype)] * 3 for dtype in (value, start))
+        start, value = self.energy.start.blocks[0].dtype, self.small.lazy.values[self.inside[0]].dtype
+        near, base = (jax.ShapeDtypeStruct((self.samples, self.width), dtype) for dtype in (value, start))
         shapes = [
             (self.samples if split else leaf.shape[1], *leaf.shape[2:]) for leaf, split in zip(members, self.split, strict=True)
         ]
         data = jax.tree.unflatten(
             structure, [jax.ShapeDtypeStruct(s, leaf.dtype) for s, leaf in zip(shapes, members, strict=True)]
         )
-        own, self.shared = self.small.own[name], [i for i, owner in enumerate(self.small.owner) if owner is None]
-        arguments = (near, base, [data] * 2, base, [leaves[i] for i in own], [leaves[i] for i in self.shared])
-        last = len(self.chain) - 1
-        places = [0] * (self.first == 0) + [1] + [last] * (self.end == last + 1)  # 1: any node between the ends
-        self.programs = {place: _flat(functools.partial(self.moved, place), arguments) for place in places}
-        of_samples = [*[True] * 6, *self.split * 2, *[True] * (3 + len(own)), *[False] * len(self.shared)]
+        own, self.shared = self.small.own[self.inside[0]], [i for i, owner in enumerate(self.small.owner) if owner is None]
+        state, shared = [leaves[i] for i in own], [leaves[i] for i in self.shared]
+        arguments = ([near] * (count + 2), [base] * (count + 2), [data] * (count + 1), [base] * 3, [state] * count, shared)
+        of_samples = [*[True] * (2 * count + 4), *self.split * (count + 1), *[True] * (3 + count * len(own))]
+        of_samples += [False] * len(shared)
+        firsts = range(0, len(self.chain), count)
+        typical = [first for first in firsts if self.between(first)][:1]
+        ends = [first for first in firsts if self.movers(first) and not self.between(first)]
+        self.programs = {first: _flat(functools.partial(self.moved, first), arguments) for first in typical + ends}
         return all(
             all(jnp.ndim(const) == 0 for const in closed.consts) and _apart(closed.jaxpr, of_samples)
             for closed in self.programs.values()
         )
+
+    def movers(self, first: int) -> list[int]:
+        """Of the block that begins with this node: the nodes that the kernel moves."""
+        nodes = range(first, min(first + self.block.nodes, len(self.chain)))
+        return [node for node in nodes if self.first <= node < self.end]
+
+    def between(self, first: int) -> bool:
+        """Whether the block that begins with this node is one of those between the ends of the chain, which are all alike."""
+        return 0 < first < len(self.chain) - self.block.nodes and len(self.movers(first)) == self.block.nodes
 
     def __call__(self, carry: tuple[Packed, list[Any]], count: int, unroll: bool) -> tuple[Packed, list[Any]]:
         """So many steps from packed values and the optimiser's state."""
@@ -199,32 +227,32 @@ class ChainKernel:
 
     def moved(
         self,
-        place: int,
+        first: int,
         near: Sequence[Array],
         base: Sequence[Array],
         data: Sequence[Any],
         ends: Sequence[Array],
-        state: Sequence[Array],
+        state: Sequence[Sequence[Array]],
         shared: Sequence[Array],
-    ) -> list[Array]:
-        """The values of some samples of one node after a step, and its part of the optimiser's state.
+    ) -> list[list[Array]]:
+        """Some samples of the nodes of a block after a step: of each that moves its value and its part of the rule's state.
 
-        ``place`` is where in the chain the node is: at one of its ends, or 1. ``near`` and ``base`` are the displacements
-        (values) and starts of the node before, this one and the next; ``data`` the operands and known products of the
-        predictions of this node and the next.
+        The block begins with node ``first`` of the chain. ``near`` and ``base`` are displacements (values) and starts of the
+        node before it, of its own and of the next; ``data`` the operands and known products of the predictions of all but the
+        first of these; ``state`` the optimiser's of its own.
         """
         energy, _ = self.factors[self.members[0]]
-        anchored, last = self.energy.anchor is not None, len(self.chain) - 1
-        below, own, above = (by.astype(start.dtype) for by, start in zip(near, base, strict=True))
+        anchored, last, nodes = self.energy.anchor is not None, len(self.chain) - 1, self.movers(first)
+        at = {first - 1 + i: i for i in range(len(near))}  # where in these lists a node is
+        still = {node: near[i].astype(base[i].dtype) for node, i in at.items()}
 
-        def local(by: Array) -> Array:
-            terms = []
-            if place > 0 or self.rooted:
-                terms.append((by, base[1], self.predict(below, base[0], *data[0]) if place > 0 else ends[2]))
-            if place < last:
-                terms.append((above, base[2], self.predict(by, base[1], *data[1])))
-            total = jnp.zeros((), by.dtype)
-            for h, start, u in terms:
+        def local(moving: Mapping[int, Array]) -> Array:
+            by, total = still | dict(moving), jnp.zeros((), base[0].dtype)
+            for node in range(nodes[0], min(nodes[-1] + 1, last) + 1):
+                if node == 0 and not self.rooted:
+                    continue
+                h, start = by[node], base[at[node]]
+                u = self.predict(by[node - 1], base[at[node - 1]], *data[at[node] - 1]) if node > 0 else ends[2]
                 h, u = (
                     (h, u - start) if anchored and getattr(energy, "difference", False) else (h + start if anchored else h, u)
                 )
@@ -232,18 +260,20 @@ class ChainKernel:
                 total += jnp.sum(part).astype(total.dtype)
             return total
 
-        gradient = jax.grad(local)(own)
-        if place in (0, last):
-            gradient += ends[0 if place == 0 else 1]
-        rule, name = self.small, self.inside[0]
-        known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True))
-        known |= {rule.state[i]: leaf for i, leaf in zip(self.shared, shared, strict=True)}
-        known |= dict(zip((rule.state[i] for i in rule.own[name]), state, strict=True))
-        value = (base[1] + own if anchored else own).astype(near[1].dtype)
-        known |= {rule.gradient[name]: gradient.astype(near[1].dtype), rule.value[name]: value}
+        gradients = jax.grad(local)({node: still[node] for node in nodes})
+        rule, name, results = self.small, self.inside[0], []
         outputs = rule._outputs(name)
-        update, *after = evaluate(rule.jaxpr, cut(rule.jaxpr, outputs), known, outputs)
-        return [(near[1] + update.astype(near[1].dtype)), *after]
+        for node in nodes:
+            own, i = near[at[node]], at[node]
+            gradient = gradients[node] + (ends[0 if node == 0 else 1] if node in (0, last) else 0)
+            known = dict(zip(rule.jaxpr.constvars, rule.consts, strict=True))
+            known |= {rule.state[k]: leaf for k, leaf in zip(self.shared, shared, strict=True)}
+            known |= dict(zip((rule.state[k] for k in rule.own[name]), state[i - 1], strict=True))
+            value = (base[i] + still[node] if anchored else still[node]).astype(own.dtype)
+            known |= {rule.gradient[name]: gradient.astype(own.dtype), rule.value[name]: value}
+            update, *after = evaluate(rule.jaxpr, cut(rule.jaxpr, outputs), known, outputs)
+            results.append([own + update.astype(own.dtype), *after])
+        return results
 
     def predict(self, parent: Array, start: Array, operands: Sequence[Any], bases: Sequence[Any] | None) -> Array:
         """The prediction of one member from the node before it, which is ``parent`` away from its start."""
@@ -256,6 +286,25 @@ class ChainKernel:
         anchor = Anchor({(eqn.outvars[0],): known for eqn, known in zip(products_in(piece), bases, strict=True)})
         return interpret(program.jaxpr, piece, own | {moving: start + parent}, [output], anchor.product, {moving: parent})[0]
 
+    def given(self, sizes: Sequence[int]) -> dict[int, dict[Any, Place]]:
+        """For every program and variable that it reads: where it is in the arrays of the kernel (`launch`)."""
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        values, starts, data, ends, state, numbers = (range(i, i + size) for i, size in zip(firsts, sizes, strict=True))
+        count, last, shared = self.block.nodes, len(self.chain) - 1, len(self.shared)
+        places = [Place(k, i - 1, last) for k in (*values, *starts) for i in range(count + 2)]
+        for i in range(count + 1):
+            places += [Place(k, i - 1, len(self.members) - 1, split) for k, split in zip(data, self.split, strict=True)]
+        places += [Place(k, None, 0) for k in ends]
+        places += [Place(k, i - self.first, len(self.inside) - 1) for i in range(count) for k in state]
+        places += [Place(k, None, 0, False) for k in numbers[:shared]]
+        given, used = dict[int, dict[Any, Place]](), shared
+        for first, closed in self.programs.items():
+            own = [Place(k, None, 0, False) for k in numbers[used : used + len(closed.consts)]]
+            read = free_variables(closed.jaxpr.eqns, closed.jaxpr.outvars)
+            variables = zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [*places, *own], strict=True)
+            given[first], used = {var: place for var, place in variables if var in read}, used + len(own)
+        return given
+
     def launch(
         self, rows: Array, start: Array, ends: list[Array], before: list[Any], after: list[Any]
     ) -> tuple[Array, list[Any]]:
@@ -263,65 +312,49 @@ class ChainKernel:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
 
-        members, indices = jax.tree.leaves(self.data), self.optimiser.own[self.inside[0]]
-        nodes, predicted = len(self.chain) - 1, len(self.members) - 1
-
-        def row(leaf: Array, offset: int, last: int, split: bool = True) -> Any:
-            """Of an array with a row per node: that of this node, shifted, and of it the samples of the block."""
-            shape = (self.samples if split else leaf.shape[1], *leaf.shape[2:])
-            rest = (0,) * (len(shape) - 1)
-            return pl.BlockSpec(
-                (pl.squeezed, *shape), lambda n, part: (jnp.clip(n + offset, 0, last), part if split else 0, *rest)
-            )
-
-        specs = [row(rows, shift, nodes) for shift in (-1, 0, 1)] * 2
-        for shift in (-1, 0):
-            specs += [row(leaf, shift, predicted, split) for leaf, split in zip(members, self.split, strict=True)]
-        specs += [pl.BlockSpec((self.samples, self.width), lambda n, part: (part, 0))] * len(ends)
-        kept = [row(before[i], -self.first, len(self.inside) - 1) for i in indices]
-        scalar = pl.BlockSpec((1,), lambda n, part: (0,))
-        constants = [const for closed in self.programs.values() for const in closed.consts]
-        numbers = [jnp.reshape(number, (1,)) for number in (*(before[i] for i in self.shared), *constants)]
-        arrays = [*[rows] * 3, *[start] * 3, *members, *members, *ends, *(before[i] for i in indices), *numbers]
-        pairs = list(zip(arrays, [*specs, *kept, *[scalar] * len(numbers)], strict=True))
-        inputs, given, read = len(arrays) - len(constants), dict[int, dict[Any, int]](), {1}  # this node's values are 1
-        count = inputs
-        for place, closed in self.programs.items():
-            program, after_it = closed.jaxpr, count + len(closed.consts)
-            variables = dict(zip([*program.invars, *program.constvars], [*range(inputs), *range(count, after_it)], strict=True))
-            count = after_it
-            given[place] = {var: variables[var] for var in free_variables(program.eqns, program.outvars)}
-            read |= set(given[place].values())
-        order = sorted(read)  # what is not read need not be made either
+        indices, count = self.optimiser.own[self.inside[0]], self.block.nodes
+        kept, numbers = [before[i] for i in indices], [before[i] for i in self.shared]
+        numbers += [const for closed in self.programs.values() for const in closed.consts]
+        parts = [[rows], [start], jax.tree.leaves(self.data), ends, kept, [jnp.reshape(number, (1,)) for number in numbers]]
+        arrays, given = [array for part in parts for array in part], self.given([len(part) for part in parts])
+        order = sorted({0, *(place.array for places in given.values() for place in places.values())})  # those that are read
 
         def kernel(*refs: Any) -> None:
-            node, written, of = pl.program_id(0), refs[len(order) :], dict(zip(order, refs, strict=False))
+            part = pl.ds(pl.program_id(1) * self.samples, self.samples)
+            head, of, written = pl.program_id(0) * count, dict(zip(order, refs, strict=False)), refs[len(order) :]
 
-            def move(place: int) -> None:
-                results = _lazily(self.programs[place].jaxpr, {var: of[i] for var, i in given[place].items()})
-                for ref, result in zip(written, results, strict=True):
-                    ref[...] = result
+            def read(place: Place) -> Array:
+                if not place.split and place.row is None:
+                    return of[place.array][0]
+                row = () if place.row is None else (jnp.clip(head + place.row, 0, place.most),)
+                return of[place.array][(*row, part) if place.split else row]
 
-            moves = (node >= self.first) & (node < self.end)
-            for place in self.programs:
-                here = node == place if place != 1 else moves & (node > 0) & (node < nodes)
-                pl.when(here)(functools.partial(move, place))
+            def move(first: int) -> None:
+                reads = {var: functools.partial(read, place) for var, place in given.get(first, {}).items()}
+                results = iter(_lazily(self.programs[first].jaxpr, reads) if reads else ())
+                for node in range(first, min(first + count, len(self.chain))):
+                    row = head + (node - first)
+                    if node in self.movers(first):
+                        for ref, index in zip(written, [row, *[row - self.first] * len(kept)], strict=True):
+                            ref[index, part] = next(results)
+                    else:
+                        written[0][row, part] = of[0][row, part]
 
-            @pl.when(~moves)
-            def _() -> None:
-                written[0][...] = of[1][...]
+            ends = [first for first in range(0, len(self.chain), count) if not self.between(first)]
+            for first in ends:
+                pl.when(head == first)(functools.partial(move, first))
+            for first in self.programs.keys() - ends:
+                pl.when(functools.reduce(jnp.logical_and, [head != end for end in ends]))(functools.partial(move, first))
 
-        like = [rows, *(before[i] for i in indices)]
-        rows, *parts = pl.pallas_call(
+        like = [rows, *kept]
+        rows, *moved = pl.pallas_call(
             kernel,
             out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
-            grid=(len(self.chain), self.batch // self.samples),
-            in_specs=[pairs[i][1] for i in order],
-            out_specs=[specs[1], *kept],
+            grid=(-(-len(self.chain) // count), self.batch // self.samples),
             interpret=INTERPRET,
-            compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=self.warps, num_stages=1),
-        )(*(pairs[i][0] for i in order))
-        for i, leaf in zip(indices, parts, strict=True):
+            compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=self.block.warps, num_stages=1),
+        )(*(arrays[i] for i in order))
+        for i, leaf in zip(indices, moved, strict=True):
             after[i] = leaf
         return rows, after
 
@@ -385,12 +418,12 @@ def _first_axis_stays(eqn: JaxprEqn, has: Sequence[bool]) -> bool:
     return before == after  # reshape
 
 
-def _lazily(program: Jaxpr, refs: Mapping[Any, Any]) -> list[Array]:
+def _lazily(program: Jaxpr, read: Mapping[Any, Callable[[], Array]]) -> list[Array]:
     """The results of a program whose arguments are read where they are used first, so that few are held at a time."""
     known = dict[Any, Any]()
     for eqn in program.eqns:
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom not in known:
-                known[atom] = refs[atom][...] if cast(Any, atom.aval).ndim else refs[atom][0]
+                known[atom] = read[atom]()
         known |= zip(eqn.outvars, evaluate(program, [eqn], known, eqn.outvars), strict=True)
     return [known[var] for var in program.outvars]
