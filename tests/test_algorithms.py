@@ -20,6 +20,7 @@ import pcx
 import pcx.nn as pxnn
 from pcx.algorithms import ipc, nudging, pc
 from pcx.algorithms._common import warm_up_cosine
+from pcx.models._vgg import VGG
 
 DIMS = [5, 6, 4, 3]
 STEPS = 5
@@ -531,3 +532,53 @@ def test_unit_gradients_are_a_setting_of_every_algorithm_with_adamw():
             models.append(algorithm.step(state, x, y, jax.random.key(0))[0].model)
         assert largest_difference(*map(pcx.weights, models)) == 0
         assert largest_difference(pcx.weights(models[0]), pcx.weights(model)) > 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["pc_se", "ipc"])
+def test_a_convolutional_network_learns_as_written_out(algorithm):
+    """A VGG of two pooled convolutions against its layers, energies and the loops of PC and incremental PC in plain JAX."""
+    images = jax.random.normal(jax.random.key(0), (2, 5, 3, 8, 8))
+    labels = jax.nn.one_hot(jnp.array([[0, 1, 2, 3, 1], [2, 2, 0, 1, 3]]), 4)
+    model = VGG((3, 8, 8), 4, [6, 7], [1, 1], [True, True], "hard_tanh")
+    settings = {"T": 4, "lr_h": 0.5, "momentum_h": 0.6}
+    optimiser, rule = optax.sgd(0.02, momentum=0.9), optax.sgd(0.5, momentum=0.6)
+
+    def predictions(theta, x, values):
+        u = []
+        for weight, bias in theta[:-1]:
+            a = jax.nn.hard_tanh(jax.lax.conv_general_dilated(x, weight, (1, 1), [(1, 1)] * 2) + bias.reshape(-1, 1, 1))
+            corners = jnp.stack([a[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)])
+            u.append(corners.max(0))
+            x = u[-1] if values is None else values[len(u) - 1]
+        weight, bias = theta[-1]
+        return [*u, x.reshape(len(x), -1) @ weight.T + bias]
+
+    def free_energy(values, theta, x, y):
+        u = predictions(theta, x, values)
+        return sum(0.5 * jnp.sum((h - u) ** 2) for h, u in zip([*values, y], u, strict=True))
+
+    def learn(theta, weight_state, gradient, size):
+        updates, weight_state = optimiser.update(jax.tree.map(lambda g: g / size, gradient), weight_state)
+        return optax.apply_updates(theta, updates), weight_state
+
+    theta = [(layer.weight, layer.bias) for layer in (*model.convolutions, model.head)]
+    weight_state = optimiser.init(theta)
+    hyper, make = pcx.algorithms.get(algorithm)
+    ours = make(dataclasses.replace(hyper, **settings), weight_optimiser=optimiser)
+    state = ours.init(model, images[0], labels[0], jax.random.key(2))
+    for x, y in zip(images, labels, strict=True):
+        state, _ = ours.step(state, x, y, jax.random.key(2))
+        values = predictions(theta, x, None)[:-1]
+        moves = rule.init(values)
+        for _ in range(settings["T"]):
+            of_values, of_weights = jax.grad(free_energy, argnums=(0, 1))(values, theta, x, y)
+            updates, moves = rule.update(of_values, moves)
+            values = optax.apply_updates(values, updates)
+            if algorithm == "ipc":
+                theta, weight_state = learn(theta, weight_state, of_weights, len(x))
+        if algorithm == "pc_se":
+            theta, weight_state = learn(theta, weight_state, jax.grad(free_energy, argnums=1)(values, theta, x, y), len(x))
+    layers, fresh = ([*found.convolutions, found.head] for found in (state.model, model))
+    for (weight, bias), layer, before in zip(theta, layers, fresh, strict=True):
+        assert largest_difference([weight, bias.ravel()], [layer.weight, layer.bias.ravel()]) < 1e-13
+        assert largest_difference(layer.weight, before.weight) > 1e-4
