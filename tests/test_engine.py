@@ -140,10 +140,13 @@ def test_one_step_of_a_population_equals_the_lone_steps(dtype):
         assert_metrics(metrics, i, own, 0)
 
 
-@pytest.mark.parametrize(("task", "setting", "looped"), [
-    ("digits/mlp", "auto", False), ("digits/mlp", "map", True), ("cifar10/vgg5", "auto", True), ("cifar10/vgg5", "vmap", False),
+@pytest.mark.parametrize(("task", "cores", "setting", "looped"), [
+    ("digits/mlp", 8, "auto", False), ("digits/mlp", 2, "auto", True), ("digits/mlp", 2, "vmap", False),
+    ("digits/mlp", 8, "map", True),
+    ("cifar10/vgg5", 8, "auto", True), ("cifar10/vgg5", 8, "vmap", False),
 ])  # fmt: skip
-def test_members_with_convolutions_are_looped_over(task, setting, looped):
+def test_members_with_convolutions_or_on_few_cores_are_looped_over(task, cores, setting, looped, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     images = np.zeros((130, 3, 32, 32) if "vgg5" in task else (130, 1, 8, 8), np.uint8)
     split = Split(images, np.zeros(130, np.int32))
     data = DataSet(task.split("/")[0], split, split, 10, ())

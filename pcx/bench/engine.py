@@ -1,14 +1,15 @@
 """The engine: one epoch of a whole population as one compiled program.
 
 A population is several members (seeds, or settings) that train side by side: an axis that is mapped (``vmap``, one batched
-program) or looped over (``map``); by default, convolutions are looped over. The data set lies on the device as uint8;
-shuffling, gathering and augmentation are part of the program. Three ways to run an epoch are known (`MODES`); `choose_mode`
-measures once which is fastest here. A data set that is too large for the device stays on the host (mode ``stream``), which
-sends the batches of some steps at a time.
+program) or looped over (``map``); by default, convolutions are looped over, and on few CPU cores everything. The data set lies
+on the device as uint8; shuffling, gathering and augmentation are part of the program. Three ways to run an epoch are known
+(`MODES`); `choose_mode` measures once which is fastest here. A data set that is too large for the device stays on the host
+(mode ``stream``), which sends the batches of some steps at a time.
 """
 
 import dataclasses
 import inspect
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from pcx.data import DataSet, Split, augment, split_validation
 MODES = ("scan", "host", "host_unrolled")
 PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16", "bf16_state": "bfloat16"}
 EVALUATION_BATCH = 500
+FEW_CORES = 4  # up to so many CPU cores members are trained one after the other
 CHUNK = 16  # steps whose batches a streaming host sends at once
 
 
@@ -122,11 +124,13 @@ class Engine:
     def _look(self) -> None:
         """Find the names of the nodes, and how members are mapped, without computing anything.
 
-        Kernels of a convolution that differ between members would make it a grouped one, which is slow.
+        Kernels of a convolution that differ between members would make it a grouped one, which is slow; and a few CPU cores
+        have enough to do with one member.
         """
         model = build_model(self.config, self.shape, self.classes, jax.random.key(0))
         kernels = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
-        self.looped = kernels if self.config.population == "auto" else self.config.population == "map"
+        few_cores = jax.default_backend() == "cpu" and (os.cpu_count() or 1) <= FEW_CORES
+        self.looped = kernels or few_cores if self.config.population == "auto" else self.config.population == "map"
         example = jnp.zeros((2, *self.shape))
         self.output = output_node(model, example)
         parents = graph(model, example).parents
