@@ -306,9 +306,8 @@ def free_energy(model: Any, values: Observations, x: Any = None, **options: Any)
 
 def make_objective(model: Any, energy: Mapping[str, Any] | None, precision: Mapping[str, Any] | None) -> Objective:
     nodes, energy, precision = named(model, Vode), by_name("energy", energy), by_name("precision", precision)
-    for name in [*energy, *precision]:
-        if name not in nodes:
-            raise ModelError(f"the model has no node {name!r} to give an energy or a precision; near: {near(name, nodes)}.")
+    for name in sorted({*energy, *precision} - nodes.keys(), key=str):
+        raise ModelError(f"the model has no node {name!r} to give an energy or a precision; near: {near(name, nodes)}.")
     for name, vode in nodes.items():
         check_factor(name, energy.get(name, vode.energy_function), precision.get(name))
     return Objective(energy, precision)

@@ -261,7 +261,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets}), zeros, self.state_dtype)
+            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets if n in updates}), zeros, self.state_dtype)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]

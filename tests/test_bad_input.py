@@ -684,3 +684,13 @@ def test_a_bare_array_or_list_instead_of_names():
                 pcx.infer(model, x, {}, **options, **{what: ["vodes.0"]})
         with refuses("input 0", "list", "leading batch axis", models=(model,)):
             pcx.run(model, {}, np.asarray(x).tolist())
+
+
+def test_values_that_would_broadcast_are_no_errors():
+    """Integer labels, or one column for all units, are refused where they would be taken as numbers."""
+    model, (x, _) = Chain(DIMS), batch(4, 3)
+    predictions = pcx.run(model, {}, x).predictions
+    name = list(predictions)[-1]
+    for value in (jnp.arange(len(x)) % 3, jnp.ones((len(x), 1))):
+        with untyped(), refuses(repr(name), "one-hot", models=(model,)):
+            pcx.deltas(model, {name: value}, predictions.only([name]))

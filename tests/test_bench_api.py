@@ -25,7 +25,7 @@ def single(monkeypatch, tmp_path):
     monkeypatch.setenv("PCX_RESULTS", str(tmp_path / "records.jsonl"))
     monkeypatch.setenv("PCX_CACHE", str(tmp_path / "cache"))
     for module in (api, runs):
-        monkeypatch.setattr(module, "choose_mode", lambda config, data, seeds: ("scan", ""))
+        monkeypatch.setattr(module, "choose_mode", lambda *_: ("scan", ""))
     with jax.enable_x64(False):
         yield
 
@@ -33,7 +33,7 @@ def single(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def result() -> Result:
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(False):
-        patch.setattr(api, "choose_mode", lambda config, data, seeds: ("scan", ""))
+        patch.setattr(api, "choose_mode", lambda *_: ("scan", ""))
         return train("digits/mlp", "pc_se", seeds=[4, 9], **SETTINGS)
 
 

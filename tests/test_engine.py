@@ -1,5 +1,6 @@
 """The engine: populations, modes, metrics, divergence and the choice of a mode, against plain loops and numpy."""
 
+import dataclasses
 import functools
 import re
 import time
@@ -397,7 +398,7 @@ def test_a_nan_in_one_layer_names_the_node_it_reaches(single, mode):
     assert engine.nodes[int(population.health.node[1])] == "vodes.2"
     assert int(population.health.step[1]) == 0
     well, expected = engine.epoch(engine.init(), 0)
-    assert metrics["train_loss"].tolist() == [expected["train_loss"][0], 0.0]  # member 1 made no step
+    np.testing.assert_array_equal(metrics["train_loss"], [expected["train_loss"][0], np.nan])  # member 1 made no step
     np.testing.assert_array_equal(
         member(population.states, 0).model.layers[-1].weight, member(well.states, 0).model.layers[-1].weight
     )
@@ -489,6 +490,14 @@ def test_the_fastest_mode_is_chosen_and_remembered(monkeypatch, tmp_path):
     modes.choose_mode(settings, DIGITS, [0, 1])
     modes.choose_mode(config(width=9), DIGITS, [0])
     assert calls == list(MODES) * 3  # another population or another model may be fastest in another way
+    said = []
+    for file in (modes.cache_folder() / "modes").iterdir():
+        for content in ("{", "[]", '{"mode": "bogus", "seconds": {}}', '{"mode": "host", "seconds": 3}'):
+            file.write_text(content)
+            calls.clear()
+            modes.choose_mode(settings, DIGITS, [0], said.append)
+    assert len(said) == 4  # of the one file that is this kind's: measured again, and told before
+    assert all("measuring" in text for text in said)
 
 
 def test_a_measurement_returns_seconds_per_step(single, monkeypatch):
@@ -544,3 +553,28 @@ def test_many_steps_are_not_written_out_to_be_measured(monkeypatch, tmp_path, T,
     monkeypatch.setattr(modes, "_measure", lambda config, data, seeds, mode: seen.add(mode) or 1.0)
     modes.choose_mode(config(T=T), DIGITS, [0])
     assert seen == measured
+
+
+def test_data_that_cannot_be_meant_are_refused():
+    """Labels out of range, a split without samples, and seeds that a key cannot tell apart."""
+    good = DIGITS.test
+    low, high = (Split(good.images, np.asarray(good.labels) + by) for by in (-1, 1))
+    for data, words in (
+        (dataclasses.replace(DIGITS, test=low), r"digits \(test\) go from -1 to 8"),
+        (dataclasses.replace(DIGITS, train=high), r"digits \(train\) go from 1 to 10; with 10 classes they are 0 to 9"),
+        (dataclasses.replace(DIGITS, test=Split(good.images[:0], good.labels[:0])), "no samples in its test split"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Engine(config(), data, [0])
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match="a seed is a number from 0 to 4294967295"):
+            Engine(config(), DIGITS, [0, seed])
+
+
+def test_a_member_that_stops_at_once_has_no_means(single):
+    """Not a loss of zero, which would read as a perfect one."""
+    engine = Engine(config(energy_limit=1e-9), DIGITS, [0])
+    population, metrics = engine.epoch(engine.init(), 0)
+    assert not population.health.alive[0]
+    assert np.isnan(metrics["train_loss"][0])
+    assert np.isnan(metrics["train_energies"]).all()

@@ -18,7 +18,7 @@ import safetensors.numpy
 import pcx.data
 from pcx.bench import configure, record, runs
 from pcx.bench.engine import Engine
-from pcx.bench.folder import LINE, Folder, RunError
+from pcx.bench.folder import NUMBERS, Folder, RunError
 
 DIGITS = pcx.data.load("digits")
 TINY = {"epochs": 3, "width": 4, "hidden": 1, "train_limit": 200, "batch": 64}
@@ -31,7 +31,7 @@ def single(monkeypatch, tmp_path):
     """Float32, nothing measured, nothing written outside of the test's own folder, a checkpoint after every epoch."""
     monkeypatch.setenv("PCX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PCX_RESULTS", str(tmp_path / "records.jsonl"))
-    monkeypatch.setattr(runs, "choose_mode", lambda config, data, seeds: ("scan", "measured elsewhere"))
+    monkeypatch.setattr(runs, "choose_mode", lambda *_: ("scan", "measured elsewhere"))
     monkeypatch.setattr(runs, "CHECKPOINT_SECONDS", 0.0)
     with jax.enable_x64(False):
         yield
@@ -162,7 +162,7 @@ def whole(tmp_path_factory):
     """A run that nothing disturbs."""
     path = tmp_path_factory.mktemp("whole") / "run"
     patch = pytest.MonkeyPatch()
-    patch.setattr(runs, "choose_mode", lambda config, data, seeds: ("scan", ""))
+    patch.setattr(runs, "choose_mode", lambda *_: ("scan", ""))
     with jax.enable_x64(False):
         go(path, results=path.parent / "records.jsonl")
     patch.undo()
@@ -255,6 +255,8 @@ def damaged(file: str, whole: Path, how: str) -> bytes | None:
         "last cut": good[:-9],
         "list": b"".join([*texts[:2], b"[1]\n", *texts[2:]]),
         "other": b"".join([*texts[:2], b"{}\n", *texts[2:]]),
+        "text for a number": good.replace(b'"test_top1": 0', b'"test_top1": "x", "y": 0', 1),
+        "no energies": re.sub(rb'"energies": \{[^}]*\}', b'"energies": null', good, count=1),
         "not text": b"\xff" + good,
         "empty": b"{}",
         "a list": b"[]",
@@ -263,7 +265,21 @@ def damaged(file: str, whole: Path, how: str) -> bytes | None:
 
 
 DAMAGES = [
-    ("metrics.jsonl", how) for how in ("missing", "garbage", "no line", "twice", "last cut", "list", "other", "not text")
+    ("metrics.jsonl", how)
+    for how in (
+        *(
+            "missing",
+            "garbage",
+            "no line",
+            "twice",
+            "last cut",
+            "list",
+            "other",
+            "not text",
+            "text for a number",
+            "no energies",
+        ),
+    )
 ]
 DAMAGES += [("config.json", how) for how in ("missing", "no mode", "not text", "empty", "a list")]
 DAMAGES += [("summary.json", how) for how in ("empty", "a list", "half", "not text")]
@@ -283,7 +299,7 @@ def test_a_damaged_file_of_a_run_is_one_sentence_with_its_name(tmp_path, whole, 
 
 def test_lines_of_a_stopped_seed_end_where_it_stopped(tmp_path):
     """They need not reach the checkpoint, but the last one says why."""
-    line = dict.fromkeys(LINE, 0.0) | {"seed": 0, "epoch": 1}
+    line = dict.fromkeys(NUMBERS, 0.0) | {"seed": 0, "epoch": 1, "energies": {}}
     with Folder(tmp_path) as folder:
         folder.append([line])
         with pytest.raises(RunError, match="lacks lines of seed 0"):
@@ -446,7 +462,7 @@ DRIVER = """
 import os, signal, sys
 from pcx.bench import folder, record, runs
 runs.CHECKPOINT_SECONDS = 0.0
-runs.choose_mode = lambda config, data, seeds: ("scan", "measured elsewhere")
+runs.choose_mode = lambda *_: ("scan", "measured elsewhere")
 where, call = os.environ.get("DIE_AT", ":0").split(":")
 count = 0
 def die_in(owner, name, tag, work):

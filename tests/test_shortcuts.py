@@ -694,7 +694,7 @@ def test_state_starts_and_stays_zero_until_reached():
     lazy = ZeroAware(optax.adam(0.1), values)
     g = jnp.full((2, 3), 0.5)
     updates, state = lazy.update({"b": g}, lazy.init(), values)
-    assert updates["a"] is ZERO
+    assert "a" not in updates
     full = lazy.full_state(state)
     expected, expected_state = optax.adam(0.1).update(
         pcx.Nodes({"a": jnp.zeros((2, 3)), "b": g}), optax.adam(0.1).init(values), values
@@ -744,3 +744,17 @@ def test_pooling_in_inference():
         for selects in (True, False)
     ]
     assert largest_difference(*found) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "rule", [optax.sgd(0.0), {"vodes.0": optax.set_to_zero()}, optax.rprop(0.01)], ids=["0", "held", "rprop"]
+)
+def test_rules_that_do_not_move_a_node_that_errors_have_reached(rule):
+    """Their updates are known to be zero before any number is."""
+    model, (x, y) = Chain([5, 6, 4, 3]), batch(5, 3)
+    if isinstance(rule, dict):
+        rule = {"vodes.1": optax.sgd(0.1)} | rule
+    options = {"optimiser": rule, "steps": 5}
+    ours = pcx.infer(model, x, {"vodes.2": y}, shortcuts=pcx.Shortcuts(stack=False), **options).values
+    plain = pcx.infer(model, x, {"vodes.2": y}, shortcuts=pcx.NO_SHORTCUTS, **options).values
+    assert largest_difference(ours, plain) < 1e-12

@@ -56,7 +56,7 @@ class Result:
         rows = [f"{'seed':>6}  {'test top-1':>10}  {'test loss':>10}  epochs"]
         last = {s: [line for line in self.lines if line["seed"] == s][-1] for s in self.seeds}
         rows += [
-            f"{s:>6}  {100 * line['test_top1']:>9.2f}%  {line['test_loss']:>10.4f}  {line['epoch']:>6}"
+            f"{s:>6}  {100 * line['test_top1']:>9.2f}%  {_number(line['test_loss']):>10}  {line['epoch']:>6}"
             for s, line in last.items()
         ]
         final = [100 * line["test_top1"] for line in last.values()]
@@ -68,6 +68,10 @@ class Result:
 
         curves(self.lines, self.config, Path(path))
         return Path(path)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def train(
@@ -84,7 +88,7 @@ def train(
     ``sweep`` gives a number of the algorithm, such as ``lr_h``, another value for every seed, side by side in one program.
     With ``out``, the run has a folder, can be resumed, and is recorded.
     """
-    whole = hasattr(seeds, "__index__") and not isinstance(seeds, bool)
+    whole = hasattr(seeds, "__index__") and not isinstance(seeds, bool | Iterable)
     numbers: list[Any] = list(range(seeds)) if whole else list(seeds) if isinstance(seeds, Iterable) else []  # type: ignore[arg-type]
     fit = all(hasattr(number, "__index__") and not isinstance(number, bool) and number >= 0 for number in numbers)
     if not numbers or len(set(numbers)) < len(numbers) or not fit:

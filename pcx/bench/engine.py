@@ -84,6 +84,15 @@ class Engine:
             raise ConfigError(f"{data.name} has no labels, so that no classifier can be trained on it.")
         if not seeds:
             raise ConfigError("there is no seed to train; give at least one.")
+        if not all(0 <= seed < 2**32 for seed in seeds):
+            raise ConfigError(f"a seed is a number from 0 to {2**32 - 1}, but the seeds are {', '.join(map(str, seeds))}.")
+        for name, split in (("train", data.train), ("test", data.test)):
+            if len(split) == 0:
+                raise ConfigError(f"{data.name} has no samples in its {name} split.")
+            found = np.asarray(split.labels)
+            if found.min() < 0 or found.max() >= data.classes:
+                what = f"labels of {data.name} ({name}) go from {found.min()} to {found.max()}"
+                raise ConfigError(f"{what}; with {data.classes} classes they are 0 to {data.classes - 1}.")
         train = data.train if not config.train_limit else Split(*_head(data.train, config.train_limit))
         held = split_validation(train, config.validation) if config.validation else (train, None)
         self.config, self.mode, self.seeds = config, mode, seeds
@@ -309,7 +318,7 @@ class Engine:
             health, sums = self._run(f"summary {self.steps}", self._summary, population.health, rows, at)
         sums = jax.device_get(sums)
         self.timing.train = time.perf_counter() - start - (self.timing.compile - before)
-        lived = np.maximum(sums.steps, 1)
+        lived = np.where(sums.steps > 0, sums.steps, np.nan)  # a member that stopped at once has no means
         metrics = {
             "train_loss": sums.loss / lived,
             "train_top1": sums.top1 / (lived * self.config.batch),

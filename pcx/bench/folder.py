@@ -20,8 +20,16 @@ from pcx.bench import record
 from pcx.bench.config import Config
 from pcx.utils import atomic_write, checksum
 
-LINE = {"seed", "epoch", "energies", "test_loss", "test_top1", "seconds", "compile_seconds"}
+NUMBERS = {"seed", "epoch", "train_loss", "train_top1", "test_loss", "test_top1", "seconds", "compile_seconds"}
 SUMMARY = (*record.RUN, "digest", "mode", "diverged", "seconds_per_epoch")
+
+
+def _sound(line: Any) -> bool:
+    """Whether this is a line of metrics: numbers, or null where they are not finite."""
+    if not isinstance(line, dict) or not line.keys() >= {*NUMBERS, "energies"} or not isinstance(line["energies"], dict):
+        return False
+    numbers = [*(line[name] for name in NUMBERS), *line["energies"].values()]
+    return isinstance(line["epoch"], int) and all(number is None or isinstance(number, int | float) for number in numbers)
 
 
 class RunError(Exception):
@@ -110,7 +118,7 @@ class Folder:
                 if number == len(texts):
                     break
                 line = None
-            if not isinstance(line, dict) or not line.keys() >= LINE or not isinstance(line["epoch"], int):
+            if not _sound(line):
                 raise RunError(f"line {number} of {file} is damaged; restore it, or remove {self.path} to start this run anew.")
             which = (line["seed"], line["epoch"])
             if which in seen:

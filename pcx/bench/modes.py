@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -42,7 +44,9 @@ def device_bytes() -> int | None:
     return None if limit is None else limit // 2
 
 
-def choose_mode(config: Config, data: DataSet, seeds: list[int]) -> tuple[str, str]:
+def choose_mode(
+    config: Config, data: DataSet, seeds: list[int], report: Callable[[str], None] = lambda text: None
+) -> tuple[str, str]:
     """The mode to use, and a sentence for the log that says why. On an accelerator an epoch is one program if the data fit."""
     device = jax.devices()[0]
     room, size = device_bytes(), 0 if data.train is None else data.train.images.nbytes
@@ -56,14 +60,25 @@ def choose_mode(config: Config, data: DataSet, seeds: list[int]) -> tuple[str, s
     kind = facts | here | {"hyper": shape, "epochs": 0}
     name = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:16]
     file = cache_folder() / "modes" / f"{name}.json"
-    if file.exists():
-        known = json.loads(file.read_text())
+    known = _known(file)
+    if known is not None:
         return known["mode"], f"epochs run as {known['mode']!r}, the fastest when it was measured ({_text(known['seconds'])})"
+    report("measuring how epochs run fastest here; the next run of this kind will know")
     few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
     seconds = {mode: _measure(config, data, seeds, mode) for mode in MODES if few or mode != "host_unrolled"}
     best = min(seconds, key=lambda mode: seconds[mode])
     atomic_write(file, json.dumps({"mode": best, "seconds": seconds}).encode())
     return best, f"epochs run as {best!r}, the fastest of {_text(seconds)}"
+
+
+def _known(file: Path) -> dict[str, Any] | None:
+    """What was measured before; None if there is nothing, or nothing that can be read."""
+    try:
+        found = json.loads(file.read_text())
+        _text(found["seconds"])
+        return found if found["mode"] in MODES else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _measure(config: Config, data: DataSet, seeds: list[int], mode: str) -> float:

@@ -163,7 +163,7 @@ def run(
             _record_once(results, finished)
             return finished
         if mode is None:
-            mode, why = choose_mode(config, data, seeds)
+            mode, why = choose_mode(config, data, seeds, report)
             report(why)
             folder.start(config, seeds, mode, quick)
         engine = Engine(config, data, seeds, mode)

@@ -379,7 +379,7 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
         report(note)
     if done >= trials:
         return study
-    mode, why = choose_mode(plan.config, without_test(data) if data.train else data, plan.seeds)
+    mode, why = choose_mode(plan.config, without_test(data) if data.train else data, plan.seeds, report)
     report(why)
     work = Search(plan, study, Trainer(data, plan.seeds, mode), sampler, seed, report)
     work.clear_dead()

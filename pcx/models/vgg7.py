@@ -1,4 +1,4 @@
-"""VGG-7: six convolutions (128, 128, 256, 256, 512, 512), pooling after every second, and a dense layer."""
+"""VGG-7: six convolutions (128, 128, 256, 256, 512, 512), pooling after the first, third and fifth, and a dense layer."""
 
 import dataclasses
 

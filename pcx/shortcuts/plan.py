@@ -272,9 +272,11 @@ class ZeroAware:
     def update(
         self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]
     ) -> tuple[dict[str, Any], list[Any]]:
+        """The updates that are not zero, and the state after."""
         arguments = [gradients.get(name, ZERO) for name in values]
         results = propagate_zeros(self.program, [*arguments, *state, *values.values()])
-        return dict(zip(values, results, strict=False)), results[len(values) :]
+        updates = {name: update for name, update in zip(values, results, strict=False) if update is not ZERO}
+        return updates, results[len(values) :]
 
     def full_state(self, state: list[Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.state_shape)
@@ -288,7 +290,7 @@ class ZeroAware:
             for pattern in patterns:
                 updates, state = self.update({name: values[name] for name in pattern}, state, values)
                 reached.update(pattern)
-                if any(update is not ZERO for name, update in updates.items() if name not in reached):
+                if updates.keys() - reached:
                     raise NotZero("update")
 
         try:
