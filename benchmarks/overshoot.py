@@ -11,7 +11,6 @@ Trains as `pcx run` does and looks, before every epoch, at inference on the firs
 """
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -89,8 +88,7 @@ def main() -> None:
         found = {"epoch": epoch, "test_top1": top1, "step": float(step), "reversed": float(share), "cosines": cosines.tolist()}
         print(f"after {epoch} epochs: test {100 * top1:5.2f} %, step {step:.2f}, reversed {share:4.0%}, cosines", end=" ")
         print(*(f"{c:.2f}" for c in cosines), flush=True)
-        settings = {"task": config.task, "config": config.as_dict(), "hyper": dataclasses.asdict(config.hyper)}
-        record.append(options.out, {"what": "overshoot", **found, **settings, **record.environment()})
+        record.append(options.out, {"what": "overshoot", **found, "config": config.as_dict(), **record.environment()})
         population, _ = engine.epoch(population, epoch)
 
 

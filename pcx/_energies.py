@@ -71,14 +71,14 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def weighted(energy: Callable[[Array, Array], Array], h: Array, u: Array, precision: Any, name: str) -> Array:
     """The energy of one sample with a precision in front: a number, or an array with one entry per unit."""
     if h.shape != u.shape:
-        raise ModelError(f"node {name!r} has shape {u.shape} per sample, its value {h.shape}; give labels one-hot.")
+        raise ModelError(f"node {name!r} has shape {u.shape} per sample, but its value {h.shape}; labels are given one-hot.")
     if precision is None:
         return jnp.asarray(energy(h, u))
     precision = jnp.asarray(precision, u.dtype)
     if precision.ndim == 0:
         return precision * energy(h, u)
     if not isinstance(energy, Energy):
-        raise ModelError(f"the precision of node {name!r} has shape {precision.shape}; a function as energy takes a scalar.")
+        raise ModelError(f"the precision of node {name!r} has shape {precision.shape}; only an `Energy` takes an array.")
     if not _fits(precision.shape, u.shape):
         raise ModelError(f"the precision of node {name!r} has shape {precision.shape}, but the node has shape {u.shape}.")
     return jnp.sum(precision * energy.terms(h, u))

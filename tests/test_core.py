@@ -305,7 +305,7 @@ def test_zero_and_user_functions():
 
 def test_energies_that_are_refused():
     model, value, x, _, _ = far_apart(lambda h, u: jnp.sum(h - u))
-    with pytest.raises(pcx.ModelError, match=r"precision of node 'node' has shape \(3,\); a function as energy takes a scalar"):
+    with pytest.raises(pcx.ModelError, match=r"precision of node 'node' has shape \(3,\); only an `Energy` takes an array"):
         pcx.energies(model, {"node": value}, x, precision={"node": np.ones(3)})
     with pytest.raises(pcx.ModelError, match=r"precision of node 'node' has shape \(2,\)"):
         pcx.energies(model, {"node": value}, x, precision={"node": np.ones(2)}, energy={"node": pcx.squared_error})
