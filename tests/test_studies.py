@@ -255,7 +255,10 @@ def test_activations_have_places(tmp_path):
         (["momentum", "--epochs", "0"], "epochs is 0; it is at least 1."),
         (["momentum", "--precision", "fp8"], "precision is 'fp8'; use float32, tf32, bf16, bf16_state."),
         (["lr_h", "--task", "digits"], "a task is written dataset/model, such as mnist/mlp, but got 'digits'."),
-        (["lr_h", "--task", "digit/mlp"], "there is no data set 'digit'; near: digits, iris, mnist."),
+        (
+            ["lr_h", "--task", "digit/mlp"],
+            "there is no data set 'digit' (one of your own is digit.npz in PCX_DATA); near: digits, iris, mnist.",
+        ),
         (
             ["activation", "--draw"],
             "results/studies.jsonl has no record of activation with epochs=10, precision=tf32, seeds=1; leave --draw away.",

@@ -25,12 +25,11 @@ from optuna.trial import TrialState
 
 from pcx._types import near
 from pcx.bench.config import Config, ConfigError, set_values
-from pcx.bench.configs import accuracy
 from pcx.bench.configs.spaces import Space, extended, points, space_of, text_of
 from pcx.bench.engine import Engine
 from pcx.bench.modes import choose_mode
 from pcx.bench.runs import Interrupt, Report, Stopped
-from pcx.bench.tasks import configure, hyper_floats
+from pcx.bench.tasks import configure, hyper_floats, known_settings
 from pcx.data import DataSet, Split
 
 SAMPLERS = ("tpe", "random", "grid")
@@ -92,9 +91,7 @@ def make_plan(task: str, algorithm: str, given: dict[str, Any], seeds: int = 1, 
     found = {name: part for name, part in found.items() if not only or name in only}
     if not found:
         raise ConfigError(f"nothing is left to search for {task} by {algorithm}; set fewer settings.")
-    known = (
-        accuracy.settings(config.model, config.dataset, algorithm) or (config.model, "mnist", algorithm) in accuracy.SETTINGS
-    )
+    known = known_settings(config.dataset, config.model, algorithm)
     plan = Plan(config, {name: values[name] for name in given}, list(range(seeds)), found)
     return _with_first(plan, {name: values[name] for name in found}) if known and space is None and not grid else plan
 

@@ -32,6 +32,7 @@ NORMALISATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "tinyimagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
+PIXELS = ((0.5,), (0.5,))  # of images that are one's own: from -1 to 1
 SCALE = {"digits": 16}
 CROP = {"crop56_flip": 56}
 
@@ -56,9 +57,9 @@ def pipeline(config: Config) -> Pipeline:
     statistics = NORMALISATION.get(config.dataset)
 
     def normalise(images: Array) -> Array:
-        if statistics is None:
+        if statistics is None and images.dtype != jnp.uint8:
             return images.astype(jnp.float32)
-        return augment.normalise(images, *statistics, jnp.float32, scale=SCALE.get(config.dataset, 255))
+        return augment.normalise(images, *(statistics or PIXELS), jnp.float32, scale=SCALE.get(config.dataset, 255))
 
     def train(key: Key, images: Array) -> Array:
         first, second = jax.random.split(key)
@@ -84,7 +85,8 @@ def split_task(task: str) -> tuple[str, str]:
         raise ConfigError(f"a task is written dataset/model, such as mnist/mlp, but got {task!r}.")
     for name, known, what in ((dataset, pcx.data.names(), "data set"), (model, pcx.models.names(), "model")):
         if name not in known:
-            raise ConfigError(f"there is no {what} {name!r}; near: {near(name, known)}.")
+            hint = f" (one of your own is {name}.npz in PCX_DATA)" if what == "data set" else ""
+            raise ConfigError(f"there is no {what} {name!r}{hint}; near: {near(name, known)}.")
     return dataset, model
 
 
@@ -96,10 +98,13 @@ def configure(task: str, algorithm: str, **changes: Any) -> Config:
     except ModelError as error:
         raise ConfigError(str(error)) from None
     config = Config(dataset, model, algorithm, hyper, pcx.models.get(model).Options())
-    tuned = accuracy.settings(model, dataset, algorithm)
-    nearest = tuned or accuracy.SETTINGS.get((model, "mnist", algorithm), {})
-    config = set_values(config, nearest if tuned else nearest | SMALL.get(dataset, {}))
-    return set_values(config, changes)
+    return set_values(set_values(config, known_settings(dataset, model, algorithm) | SMALL.get(dataset, {})), changes)
+
+
+def known_settings(dataset: str, model: str, algorithm: str) -> dict[str, Any]:
+    """The tuned settings of a task, or those of the nearest data set, without its augmentation; empty where there are none."""
+    tuned, *near = (accuracy.settings(model, name, algorithm) for name in (dataset, "mnist", "cifar10"))
+    return tuned or next((found | {"augmentation": "none"} for found in near if found), {})
 
 
 def build_model(config: Config, shape: tuple[int, ...], classes: int, key: Key) -> Any:

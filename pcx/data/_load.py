@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pcx._types import near
-from pcx.data import cache, embedded, formats, store
+from pcx.data import cache, embedded, formats, own, store
 from pcx.data._types import DataError, DataSet, Decoded, Split, Status
 from pcx.data.download import fetch_source
 from pcx.data.sources import EMBEDDED, NAMES, SOURCES, Source
@@ -15,17 +15,19 @@ VALIDATION_SEED = 0
 
 
 def names() -> list[str]:
-    """All data sets that can be loaded, here or not."""
-    return list(NAMES)
+    """All data sets that can be loaded: the known ones, here or not, and one's own (`pcx.data.own`)."""
+    return [*NAMES, *(name for name in own.files() if name not in NAMES)]
 
 
 def load(name: str, *, root: Root = None) -> DataSet:
-    """A data set from the files in ``root/<name>/``, else from the places that `status` lists.
+    """A data set from the files in ``root/<name>/``, else from the places that `status` lists; one's own from ``<name>.npz``.
 
     Large arrays are mapped into memory from the cache and read-only.
     """
     if name in EMBEDDED:
         return embedded.MAKE[name]()
+    if name not in SOURCES and name in (mine := own.files(_path(root))):
+        return own.load(name, mine[name])
     found = store.find(_source(name), _path(root))
     arrays, class_names = cache.read_or_make(found, lambda: _decode(found))
     splits = {
@@ -53,21 +55,26 @@ def fetch(name: str, *, root: Root = None, progress: bool = True) -> Path:
     """Downloads what is missing of a data set and returns the folder that holds it."""
     if name in EMBEDDED:
         raise DataError(f"{name} needs no download: it comes with scikit-learn.")
+    if name not in SOURCES and (mine := own.files().get(name)):
+        raise DataError(f"{name} needs no download: it is here, {mine}.")
     return fetch_source(_source(name), _path(root), progress)
 
 
 def status() -> list[Status]:
     """What is here of every data set. Files that were not decoded yet are read and checked: about a second per gigabyte."""
-    return [_status(name) for name in NAMES]
+    return [_status(name) for name in names()]
 
 
 def _status(name: str) -> Status:
     if name in EMBEDDED:
-        made = embedded.MAKE[name]()
-        splits = {"train": made.train, "test": made.test}
-        counts = {split: len(part) for split, part in splits.items() if part is not None}
-        return Status(name, True, counts, 0, "", None, ())
+        return Status(name, True, _lengths(embedded.MAKE[name]()), 0, "", None, ())
     places = store.places(name)
+    if name not in SOURCES:
+        path = own.files()[name]
+        try:
+            return Status(name, True, _lengths(own.load(name, path)), path.stat().st_size, "", path.parent, places)
+        except DataError as error:
+            return Status(name, False, {}, 0, str(error), None, places)
     try:
         found = store.find(SOURCES[name])
         facts = cache.fingerprint(found)
@@ -75,6 +82,10 @@ def _status(name: str) -> Status:
     except DataError as error:
         return Status(name, False, {}, 0, str(error), None, places)
     return Status(name, True, counts, sum(int(fact["bytes"]) for fact in facts), "", found.folder, places)
+
+
+def _lengths(made: DataSet) -> dict[str, int]:
+    return {split: len(part) for split, part in (("train", made.train), ("test", made.test)) if part is not None}
 
 
 def _counts(found: store.Found, facts: list[cache.Facts]) -> dict[str, int]:
@@ -95,7 +106,8 @@ def _decode(found: store.Found) -> Decoded:
 
 def _source(name: str) -> Source:
     if name not in SOURCES:
-        raise DataError(f"there is no data set {name!r}; known: {near(name, NAMES)}.")
+        hint = f"(one of your own is {name}.npz in PCX_DATA)"
+        raise DataError(f"there is no data set {name!r} {hint}; known: {near(name, names())}.")
     return SOURCES[name]
 
 
