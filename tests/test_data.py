@@ -256,9 +256,7 @@ def test_missing_data_gets_one_sentence(root, tmp_path):
     )
     with pytest.raises(data.DataError, match=r"img_align_celeba\.zip from https://mmlab\S+ into \S+/celeba\.$"):
         data.load("celeba")
-    with pytest.raises(
-        data.DataError, match=r"no data set 'fashonmnist' \(.* fashonmnist.npz .*\); known: fashionmnist, "
-    ):
+    with pytest.raises(data.DataError, match=r"no data set 'fashonmnist' \(.* fashonmnist.npz .*\); known: fashionmnist, "):
         data.load("fashonmnist")
 
 
