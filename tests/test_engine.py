@@ -555,6 +555,18 @@ def test_many_steps_are_not_written_out_to_be_measured(monkeypatch, tmp_path, T,
     assert seen == measured
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "mode"),
+    [("pc_se", {}, "host_unrolled"), ("bp_se", {}, "host_unrolled"), ("pc_se", {"T": 100}, "host")],
+)
+def test_convolutions_on_a_cpu_are_written_out_without_measuring(monkeypatch, algorithm, changes, mode):
+    """In a loop the CPU's compiler runs them many times slower, and to find that out would take minutes."""
+    monkeypatch.setattr(modes, "_measure", lambda *_: pytest.fail("measured"))
+    images = np.zeros((8, 3, 32, 32), np.uint8)
+    data = DataSet("cifar10", Split(images, np.arange(8, dtype=np.int32)), Split(images, np.arange(8, dtype=np.int32)), 10, ())
+    assert modes.choose_mode(configure("cifar10/vgg5", algorithm, **changes), data, [0])[0] == mode
+
+
 def test_data_that_cannot_be_meant_are_refused():
     """Labels out of range, a split without samples, and seeds that a key cannot tell apart."""
     good = DIGITS.test

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from pcx.bench.config import Config, ConfigError
 from pcx.bench.engine import MODES, Engine
+from pcx.bench.tasks import build_model, pipeline
 from pcx.data import DataSet
 from pcx.data.store import platform_cache
 from pcx.utils import atomic_write
@@ -54,6 +56,10 @@ def choose_mode(
         return "stream", f"the training images have {size:,} bytes, of which the device gets a part at a time (room: {room:,})"
     if device.platform != "cpu":
         return "scan", f"an epoch is one program on {device.device_kind}"
+    few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
+    if _convolves(config, data):
+        why = "this CPU's compiler runs convolutions in a loop ten to thirty times slower"
+        return ("host_unrolled", f"inference is written out: {why}") if few else ("host", "inference is a loop of many steps")
     facts = config.as_dict()
     shape = {name: value for name, value in facts["hyper"].items() if not isinstance(value, float)}  # rates cost no time
     here = {"members": len(seeds), "device": device.device_kind, "jax": jax.__version__, "cpus": os.cpu_count()}
@@ -64,11 +70,17 @@ def choose_mode(
     if known is not None:
         return known["mode"], f"epochs run as {known['mode']!r}, the fastest when it was measured ({_text(known['seconds'])})"
     report("measuring how epochs run fastest here; the next run of this kind will know")
-    few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
     seconds = {mode: _measure(config, data, seeds, mode) for mode in MODES if few or mode != "host_unrolled"}
     best = min(seconds, key=lambda mode: seconds[mode])
     atomic_write(file, json.dumps({"mode": best, "seconds": seconds}).encode())
     return best, f"epochs run as {best!r}, the fastest of {_text(seconds)}"
+
+
+def _convolves(config: Config, data: DataSet) -> bool:
+    """Whether a config's model has convolutions, by the shapes of its arrays; nothing is computed."""
+    images = jax.eval_shape(pipeline(config).test, jax.ShapeDtypeStruct(data.test.images.shape, data.test.images.dtype))
+    model = eqx.filter_eval_shape(build_model, config, images.shape[1:], data.classes, jax.random.key(0))
+    return any(len(getattr(leaf, "shape", ())) > 2 for leaf in jax.tree.leaves(model))
 
 
 def _known(file: Path) -> dict[str, Any] | None:
