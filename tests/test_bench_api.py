@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import pcx.data
 from pcx.bench import ConfigError, Result, api, configure, runs, train
 from pcx.bench.config import from_dict
 from pcx.bench.configs import accuracy, generative, memory, sampling, timing
+
+ROOT = Path(__file__).parent.parent
 
 SETTINGS: dict[str, Any] = {"epochs": 3, "width": 64, "hidden": 1, "activation": "relu", "lr_theta": 0.01, "batch": 32}
 TINY: dict[str, Any] = {"epochs": 2, "width": 4, "hidden": 1, "train_limit": 128}
@@ -244,7 +247,17 @@ def test_every_group_with_published_settings_has_all_algorithms():
     for group in groups:
         assert {algorithm for model, dataset, algorithm in accuracy.SETTINGS if (model, dataset) == group} == eight
     rest = {key for key in accuracy.SETTINGS if key[:2] not in groups}
-    assert rest == {("vgg7", "cifar10", "bp_se"), ("vgg7", "cifar10", "pc_se"), ("vgg19", "cifar10", "pc_se")}
+    found = {("resnet18", "cifar10", "pc_se")}
+    assert rest == {("vgg7", "cifar10", "bp_se"), ("vgg7", "cifar10", "pc_se"), ("vgg19", "cifar10", "pc_se")} | found
+
+
+def test_settings_from_a_search_are_those_that_it_found():
+    """On the validation split, by the record that is kept; the budget of its trials is not a setting."""
+    best = json.loads((ROOT / "results/search/cifar10-resnet18-pc_se/best.json").read_text())
+    found = {name: value for name, value in best["settings"].items() if name not in ("epochs", "train_limit", "precision")}
+    settings = accuracy.SETTINGS["resnet18", "cifar10", "pc_se"]
+    assert {name: settings[name] for name in found} == found
+    assert settings.keys() - found.keys() == {"epochs", "batch", "augmentation"}
 
 
 def test_every_cell_of_the_table_has_a_config():
@@ -254,7 +267,8 @@ def test_every_cell_of_the_table_has_a_config():
     sources = {"vgg9": "vgg7", "resnet18": "vgg7"}
     for model, dataset, algorithm in cells:
         config = configure(f"{dataset}/{model}", algorithm)
-        source = sources.get(model, model), dataset, algorithm
+        found = (model, dataset, algorithm) in accuracy.SETTINGS
+        source = model if found else sources.get(model, model), dataset, algorithm
         if source not in accuracy.SETTINGS:
             assert dataset == "cifar10"
             source = "vgg7", "cifar100", algorithm
