@@ -582,3 +582,25 @@ def test_a_convolutional_network_learns_as_written_out(algorithm):
     for (weight, bias), layer, before in zip(theta, layers, fresh, strict=True):
         assert largest_difference([weight, bias.ravel()], [layer.weight, layer.bias.ravel()]) < 1e-13
         assert largest_difference(layer.weight, before.weight) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_incremental_learning_makes_no_steps_of_rounding(dtype):
+    """Adam makes a full step of any difference between two evaluations of one prediction, however small. Where errors have
+    not arrived, and without weight decay, nothing moves: not by a bit."""
+    model = VGG((3, 16, 16), 4, [24, 32, 40], [1, 1, 1], [True, False, True], "leaky_relu")
+    model = jax.tree.map(lambda a: a.astype(dtype), model)
+    images = jax.random.normal(jax.random.key(0), (6, 3, 16, 16), dtype)
+    for steps in (1, 2, 3):
+        hyper, make = pcx.algorithms.get("ipc")
+        ours = make(dataclasses.replace(hyper, T=steps, weight_decay=0.0))
+        state = ours.init(model, images, jnp.arange(6) % 4, jax.random.key(0))
+        state, metrics = jax.jit(ours.step)(state, images, jnp.arange(6) % 4, jax.random.key(0))
+        moved = [
+            largest_difference(new.weight, old.weight)
+            for new, old in zip(state.model.convolutions, model.convolutions, strict=True)
+        ]
+        reached = len(moved) + 1 - steps  # convolutions before this one have no error yet
+        assert moved[:reached] == [0.0] * reached
+        assert min([*moved[reached:], largest_difference(state.model.head.weight, model.head.weight)]) > 1e-5
+        assert [float(metrics.energies[f"vodes.{i}"]) for i in range(reached)] == [0.0] * reached

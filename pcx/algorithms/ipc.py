@@ -4,6 +4,10 @@
 
 The weight optimiser is stepped T times per batch, so its schedule is T times as long. The predictions of nodes change with
 the weights, so no node may be skipped. Batch statistics stay those of the forward pass. Reference: Salvatori et al. 2024.
+
+Before inference has reached it, a node's error is zero, or as small as the last change of its weights. A compiler may round a
+prediction in the loop otherwise than in the forward pass, and Adam would make full steps of that difference. So errors are kept
+as differences from the first step: ``h - u = (h₀ - u₀) + (h - h₀) - (u - u of the first step)``.
 """
 
 from typing import Any
@@ -13,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pcx._free_energy import energies, freeze_state, update_state
+from pcx._free_energy import execute, factor_energies, freeze_state, make_objective, update_state
 from pcx._infer import infer
 from pcx._learn import apply_gradient
 from pcx._model import partition, weights
-from pcx._types import NO_SHORTCUTS, Key, Nodes, Observed
+from pcx._types import NO_SHORTCUTS, Displaced, Key, Nodes, Observed
 from pcx.algorithms._common import (
     ENERGY,
     Algorithm,
@@ -89,24 +93,31 @@ def make(
         _, rest = partition(frozen)
         free = [n for n in start.values if n not in observed or isinstance(observed[n], Observed)]
         batch = start.steps.shape[0]
+        factors = make_objective(frozen, energy, None).factors(frozen, start.values, 0)
+        gap = {n: value - start.forward.predictions[n] for n, value in start.values.items()}  # zero after a forward start
 
-        def body(carry: Any, _: Any) -> Any:
-            values, nodes, theta, weight_state = carry
+        def body(carry: Any, t: Any) -> Any:
+            way, nodes, theta, weight_state, first = carry
 
-            def total(moving: Nodes[jax.Array], theta: Any) -> Any:
-                parts = energies(eqx.combine(theta, rest), values | moving, x, energy=energy, batch=batch, **context)
-                return sum(jnp.sum(part) for part in parts.values()), parts
+            def total(way: Nodes[jax.Array], theta: Any) -> Any:
+                values = start.values | {n: start.values[n] + moved for n, moved in way.items()}
+                u = execute(eqx.combine(theta, rest), values, x, {}, {}, context["key"], True, batch).predictions
+                base = Nodes({n: jnp.where(t == 0, jax.lax.stop_gradient(u[n]), first[n]) for n in u}, start.values.roots)
+                by = Nodes({n: gap[n] + way[n] if n in way else gap[n] for n in u}, start.values.roots)
+                parts = factor_energies(factors, Displaced(base, by), u)
+                return sum(jnp.sum(part) for part in parts.values()), (parts, base)
 
-            (g_h, g_theta), parts = jax.grad(rounded_derivatives(total), argnums=(0, 1), has_aux=True)(values.only(free), theta)
+            found = jax.grad(rounded_derivatives(total), argnums=(0, 1), has_aux=True)(way, theta)
+            (g_h, g_theta), (parts, first) = found
             g_h = Nodes({n: jnp.where(observed[n].mask, 0, g) if n in observed else g for n, g in g_h.items()})
-            updates, nodes = state_optimiser.update(g_h, nodes, values.only(free))
-            values = values | optax.apply_updates(values.only(free), updates)
+            updates, nodes = state_optimiser.update(g_h, nodes, way)
             mean = jax.tree.map(lambda g: g / batch, g_theta)
             theta, weight_state = apply_gradient(theta, mean, optimiser, weight_state)
-            return (values, nodes, theta, weight_state), parts
+            return (optax.apply_updates(way, updates), nodes, theta, weight_state, first), parts
 
-        carry = (start.values, start.optimiser_state, weights(frozen), state.weights)
-        (_, _, theta, weight_state), parts = jax.lax.scan(body, carry, length=hyper.T)
+        still = Nodes({n: jnp.zeros_like(start.values[n]) for n in free})
+        carry = (still, start.optimiser_state, weights(frozen), state.weights, start.forward.predictions)
+        (_, _, theta, weight_state, _), parts = jax.lax.scan(body, carry, jnp.arange(hyper.T))
         last = {n: part[-1] for n, part in parts.items()}
         metrics = metrics_of(last, energy[name], start.values[name], start.forward.predictions[name])
         model = update_state(eqx.combine(theta, partition(state.model)[1]), start.forward.state)

@@ -1,0 +1,193 @@
+"""This library beside the paper's own: the same weights and batches, whether the numbers agree, and what each takes.
+
+    python benchmarks/peers.py --task fashionmnist/mlp --algorithm pc_se
+    python benchmarks/peers.py --task cifar10/vgg5 --algorithm ipc --batch 4 --steps 2 --passes 0 --float64
+
+The peer is the authors' released package, `pcx` 0.6.3. It has the name of this one, so each trains in a process of its own,
+with the same versions of everything else; the package is fetched into runs/peers without its dependencies, or read from
+--peer. Images are random, of the task's shape, and the settings those of `pcx run`, with a constant weight learning rate. After
+one pass over the batches the change of every weight array is compared; then passes are timed, the two libraries in turn.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+RELEASE = "0.6.3"
+SHAPES = {"mnist": (1, 28, 28), "fashionmnist": (1, 28, 28), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
+ALGORITHMS = ("pc_se", "pc_ce", "pn", "nn", "ipc")
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Write weights and batches, and what both libraries are to do with them."""
+    import jax
+
+    import pcx
+    from pcx.bench.config import parse_pairs, set_values
+    from pcx.bench.tasks import build_model, configure
+
+    changes = parse_pairs(options.set)
+    config = set_values(configure(options.task, options.algorithm), changes)
+    classes, shape = (100 if config.dataset == "cifar100" else 10), SHAPES[config.dataset]
+    model = build_model(config, shape, classes, jax.random.key(0))
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(pcx.weights(model))]
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(options.steps, options.batch, *shape)).astype(arrays[0].dtype)
+    labels = rng.integers(0, classes, (options.steps, options.batch))
+    batches = {"x": x if len(arrays[0].shape) > 2 else x.reshape(*x.shape[:2], -1), "y": np.eye(classes, dtype=x.dtype)[labels]}
+    np.savez(folder / "arrays.npz", **{f"weights_{i}": array for i, array in enumerate(arrays)}, **batches)
+    padding = [layer.padding for layer in getattr(model, "convolutions", [])]
+    pooled = getattr(model, "pooled", ())
+    numbers = {name: getattr(config.hyper, name) for name in ("T", "lr_h", "momentum_h", "lr_theta", "weight_decay")}
+    strength = getattr(config.hyper, "beta", 1.0) * (-1 if options.algorithm == "nn" else 1)
+    return numbers | {
+        "task": options.task,
+        "algorithm": options.algorithm,
+        "batch": options.batch,
+        "steps": options.steps,
+        "passes": options.passes,
+        "changes": changes,
+        "count": len(arrays),
+        "arrays": str(folder / "arrays.npz"),
+        "convolutions": [{"padding": p, "pooled": q} for p, q in zip(padding, pooled, strict=True)],
+        "activation": config.options.activation,
+        "loss": "ce" if options.algorithm == "pc_ce" else "se",
+        "incremental": options.algorithm == "ipc",
+        "beta": strength,
+    }
+
+
+def ours(task: dict[str, Any]) -> None:
+    """The same training by this library, in the form of `peer_pcx.main`."""
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    import pcx
+    from pcx.bench.config import set_values
+    from pcx.bench.tasks import build_model, configure, make_algorithm
+
+    config = set_values(configure(task["task"], task["algorithm"], schedule="constant"), task["changes"])
+    with np.load(task["arrays"]) as file:
+        arrays = [jnp.asarray(file[f"weights_{i}"]) for i in range(task["count"])]
+        xs, ys = jnp.asarray(file["x"]), jnp.asarray(file["y"])
+    shape = SHAPES[config.dataset]
+    model = build_model(config, shape, ys.shape[-1], jax.random.key(0))
+    weights = jax.tree.unflatten(jax.tree.structure(pcx.weights(model)), arrays)
+    model = eqx.combine(weights, model)
+    hyper = dataclasses.replace(config.hyper, **({"beta_ir": 0.0} if hasattr(config.hyper, "beta_ir") else {}))
+    convolves = bool(task["convolutions"])
+    loop = convolves and jax.default_backend() == "cpu"  # there a loop runs convolutions many times slower
+    unrolled = {"unroll": True} if loop and not task["incremental"] else {}
+    algorithm = make_algorithm(dataclasses.replace(config, hyper=hyper), hyper, 1, **unrolled)
+    key = jax.random.key(0)
+    state = algorithm.init(model, xs[0], ys[0], key)
+    step = jax.jit(lambda state, x, y: algorithm.step(state, x, y, key)[0])
+    scan = jax.jit(lambda state: jax.lax.scan(lambda s, b: (algorithm.step(s, *b, key)[0], None), state, (xs, ys))[0])
+    seconds = []
+    for number in range(1 + task["passes"]):
+        start = time.perf_counter()
+        if loop:
+            for x, y in zip(xs, ys, strict=True):
+                state = step(state, x, y)
+        else:
+            state = scan(state)
+        after = [np.asarray(leaf) for leaf in jax.tree.leaves(pcx.weights(state.model))]
+        if number == 0:
+            np.savez(task["result"], *after)
+        else:
+            seconds.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": seconds, "jax": jax.__version__, "device": jax.devices()[0].device_kind}))
+
+
+def peer_folder(given: Path | None) -> Path:
+    """The folder of the released package; fetched if it is not there."""
+    folder = given or Path("runs/peers") / f"pcx-{RELEASE}"
+    if not (folder / "pcx" / "predictive_coding").is_dir():
+        if given:
+            sys.exit(f"error: {given} holds no released pcx; leave --peer away to fetch it.")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"pcx=={RELEASE}"]
+        if subprocess.run(command, check=False).returncode:
+            sys.exit(f"error: pcx {RELEASE} could not be fetched; give the folder of a copy by --peer.")
+    return folder
+
+
+def start(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, *command], env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def differences(folder: Path, task: dict[str, Any]) -> list[float]:
+    """Per weight array: the largest difference between the two changes, as a part of the largest change."""
+    result = []
+    with np.load(task["arrays"]) as before, np.load(folder / "ours.npz") as a, np.load(folder / "peer.npz") as b:
+        for i in range(task["count"]):
+            first = before[f"weights_{i}"]
+            mine, theirs = (file[f"arr_{i}"].reshape(first.shape) - first for file in (a, b))
+            result.append(float(np.abs(mine - theirs).max() / np.abs(theirs).max()))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="fashionmnist/mlp")
+    parser.add_argument("--algorithm", default="pc_se", choices=ALGORITHMS)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=100, help="batches of a pass")
+    parser.add_argument("--passes", type=int, default=3, help="timed passes of each process; there are two of each library")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings, as of pcx run")
+    parser.add_argument("--float64", action="store_true", help="numbers then agree to rounding, and times mean little")
+    parser.add_argument("--peer", type=Path, help="folder of the released package (default: fetched into runs/peers)")
+    parser.add_argument("--out", type=Path, default=Path("results/peers.jsonl"))
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return ours(json.loads(options.worker.read_text()))
+    dataset, _, model = options.task.partition("/")
+    if dataset not in SHAPES or model not in ("mlp", "vgg5", "vgg7"):
+        sys.exit(f"error: {options.task} is not one of {'|'.join(SHAPES)}/mlp|vgg5|vgg7.")
+    peer = peer_folder(options.peer).resolve()
+    folder = Path("runs/peers").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    wide = {"JAX_ENABLE_X64": "1" if options.float64 else "0", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
+    os.environ |= wide
+    task = prepare(options, folder)
+    names = ("ours", "peer")
+    for name in names:
+        (folder / f"{name}.json").write_text(json.dumps(task | {"result": str(folder / f"{name}.npz")}))
+    commands = {
+        "ours": ([str(HERE / "peers.py"), "--worker", str(folder / "ours.json")], {}),
+        "peer": ([str(HERE / "peer_pcx.py"), str(folder / "peer.json")], {"PYTHONPATH": str(peer)}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names * (2 if options.passes else 1):
+        seconds[name] += start(*commands[name])["seconds"]
+    away = differences(folder, task)
+    print(f"{options.task} by {options.algorithm}, {task['steps']} steps of {task['batch']} samples, T = {task['T']}")
+    print("largest difference between the changes of a weight array, of its largest change:", *(f"{d:.1e}" for d in away))
+    found = {"what": "peers", "peer": f"pcx {RELEASE}", "float64": options.float64, "away": away, "seconds": seconds}
+    if options.passes:
+        median = {name: statistics.median(times) for name, times in seconds.items()}
+        each = {name: 1e3 * value / task["steps"] for name, value in median.items()}
+        ratio = each["peer"] / each["ours"]
+        print(f"ms per step: ours {each['ours']:.3f}, pcx {RELEASE} {each['peer']:.3f}, {ratio:.1f} times")
+    from pcx.bench import record
+
+    kept = {name: value for name, value in task.items() if name != "arrays"}
+    record.append(options.out, found | {"task": kept} | record.environment())
+
+
+if __name__ == "__main__":
+    main()
