@@ -2,11 +2,13 @@
 
     python benchmarks/peers.py --task fashionmnist/mlp --algorithm pc_se
     python benchmarks/peers.py --task cifar10/vgg5 --algorithm ipc --batch 4 --steps 2 --passes 0 --float64
+    python benchmarks/peers.py --task cifar100/vgg5 --batch 32 --steps 1 --passes 0 --exact
 
 The peer is the authors' released package, `pcx` 0.6.3. It has the name of this one, so each trains in a process of its own,
 with the same versions of everything else; the package is fetched into runs/peers without its dependencies, or read from
 --peer. Images are random, of the task's shape, and the settings those of `pcx run`, with a constant weight learning rate. After
 one pass over the batches the change of every weight array is compared; then passes are timed, the two libraries in turn.
+With --exact the change is also computed in float64, and the cosine of each library's own with it is printed.
 """
 
 import argparse
@@ -79,8 +81,9 @@ def ours(task: dict[str, Any]) -> None:
 
     config = set_values(configure(task["task"], task["algorithm"], schedule="constant"), task["changes"])
     with np.load(task["arrays"]) as file:
-        arrays = [jnp.asarray(file[f"weights_{i}"]) for i in range(task["count"])]
-        xs, ys = jnp.asarray(file["x"]), jnp.asarray(file["y"])
+        wide = jnp.result_type(float)
+        arrays = [jnp.asarray(file[f"weights_{i}"], wide) for i in range(task["count"])]
+        xs, ys = jnp.asarray(file["x"], wide), jnp.asarray(file["y"], wide)
     shape = SHAPES[config.dataset]
     model = build_model(config, shape, ys.shape[-1], jax.random.key(0))
     weights = jax.tree.unflatten(jax.tree.structure(pcx.weights(model)), arrays)
@@ -140,6 +143,17 @@ def differences(folder: Path, task: dict[str, Any]) -> list[float]:
     return result
 
 
+def cosines(folder: Path, task: dict[str, Any], name: str) -> list[float]:
+    """Per weight matrix or kernel: of the change by a library with that in float64."""
+    result = []
+    with np.load(task["arrays"]) as before, np.load(folder / f"{name}.npz") as a, np.load(folder / "exact.npz") as b:
+        for i in range(0, task["count"], 2):
+            first = before[f"weights_{i}"].astype(np.float64).ravel()
+            mine, exact = (file[f"arr_{i}"].ravel() - first for file in (a, b))
+            result.append(float(mine @ exact / np.sqrt((mine @ mine) * (exact @ exact))))
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="fashionmnist/mlp")
@@ -149,6 +163,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="timed passes of each process; there are two of each library")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings, as of pcx run")
     parser.add_argument("--float64", action="store_true", help="numbers then agree to rounding, and times mean little")
+    parser.add_argument("--exact", action="store_true", help="compare both with the same steps in float64")
     parser.add_argument("--peer", type=Path, help="folder of the released package (default: fetched into runs/peers)")
     parser.add_argument("--out", type=Path, default=Path("results/peers.jsonl"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -177,7 +192,13 @@ def main() -> None:
     away = differences(folder, task)
     print(f"{options.task} by {options.algorithm}, {task['steps']} steps of {task['batch']} samples, T = {task['T']}")
     print("largest difference between the changes of a weight array, of its largest change:", *(f"{d:.1e}" for d in away))
-    found = {"what": "peers", "peer": f"pcx {RELEASE}", "float64": options.float64, "away": away, "seconds": seconds}
+    found: dict[str, Any] = {
+        "what": "peers",
+        "peer": f"pcx {RELEASE}",
+        "float64": options.float64,
+        "away": away,
+        "seconds": seconds,
+    }
     if options.passes:
         median = {name: statistics.median(times) for name, times in seconds.items()}
         each = {name: 1e3 * value / task["steps"] for name, value in median.items()}
@@ -185,6 +206,12 @@ def main() -> None:
         print(f"ms per step: ours {each['ours']:.3f}, pcx {RELEASE} {each['peer']:.3f}, {ratio:.1f} times")
     from pcx.bench import record
 
+    if options.exact:
+        (folder / "exact.json").write_text(json.dumps(task | {"result": str(folder / "exact.npz"), "passes": 0}))
+        start([str(HERE / "peers.py"), "--worker", str(folder / "exact.json")], {"JAX_ENABLE_X64": "1"})
+        found["cosines"] = {name: cosines(folder, task, name) for name in names}
+        for name, title in (("ours", "ours"), ("peer", f"pcx {RELEASE}")):
+            print(f"cosine with the change in float64, layer by layer, {title}:", *(f"{c:.3f}" for c in found["cosines"][name]))
     kept = {name: value for name, value in task.items() if name != "arrays"}
     record.append(options.out, found | {"task": kept} | record.environment())
 
