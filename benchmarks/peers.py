@@ -91,7 +91,7 @@ def ours(task: dict[str, Any]) -> None:
     hyper = dataclasses.replace(config.hyper, **({"beta_ir": 0.0} if hasattr(config.hyper, "beta_ir") else {}))
     convolves = bool(task["convolutions"])
     loop = convolves and jax.default_backend() == "cpu"  # there a loop runs convolutions many times slower
-    unrolled = {"unroll": True} if loop and not task["incremental"] else {}
+    unrolled = {"unroll": True} if loop else {}
     algorithm = make_algorithm(dataclasses.replace(config, hyper=hyper), hyper, 1, **unrolled)
     key = jax.random.key(0)
     state = algorithm.init(model, xs[0], ys[0], key)

@@ -584,8 +584,9 @@ def test_a_convolutional_network_learns_as_written_out(algorithm):
         assert largest_difference(layer.weight, before.weight) > 1e-4
 
 
+@pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_incremental_learning_makes_no_steps_of_rounding(dtype):
+def test_incremental_learning_makes_no_steps_of_rounding(dtype, unroll):
     """Adam makes a full step of any difference between two evaluations of one prediction, however small. Where errors have
     not arrived, and without weight decay, nothing moves: not by a bit."""
     model = VGG((3, 16, 16), 4, [24, 32, 40], [1, 1, 1], [True, False, True], "leaky_relu")
@@ -593,7 +594,7 @@ def test_incremental_learning_makes_no_steps_of_rounding(dtype):
     images = jax.random.normal(jax.random.key(0), (6, 3, 16, 16), dtype)
     for steps in (1, 2, 3):
         hyper, make = pcx.algorithms.get("ipc")
-        ours = make(dataclasses.replace(hyper, T=steps, weight_decay=0.0))
+        ours = make(dataclasses.replace(hyper, T=steps, weight_decay=0.0), unroll=unroll)
         state = ours.init(model, images, jnp.arange(6) % 4, jax.random.key(0))
         state, metrics = jax.jit(ours.step)(state, images, jnp.arange(6) % 4, jax.random.key(0))
         moved = [

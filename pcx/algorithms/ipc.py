@@ -75,8 +75,9 @@ def make(
     weight_optimiser: optax.GradientTransformation | None = None,
     output: str | None = None,
     init_values: Any = None,
+    unroll: bool = False,
 ) -> Algorithm:
-    """The algorithm with these settings; ``init_values`` is the ``init`` of `pcx.infer`."""
+    """The algorithm with these settings; ``init_values`` is the ``init`` of `pcx.infer`, ``unroll`` writes the steps out."""
     optimiser = weight_optimiser or adamw(hyper, None if total_steps is None else total_steps * hyper.T)
     state_optimiser = optax.sgd(hyper.lr_h, momentum=hyper.momentum_h)
 
@@ -117,7 +118,7 @@ def make(
 
         still = Nodes({n: jnp.zeros_like(start.values[n]) for n in free})
         carry = (still, start.optimiser_state, weights(frozen), state.weights, start.forward.predictions)
-        (_, _, theta, weight_state, _), parts = jax.lax.scan(body, carry, jnp.arange(hyper.T))
+        (_, _, theta, weight_state, _), parts = jax.lax.scan(body, carry, jnp.arange(hyper.T), unroll=unroll or 1)
         last = {n: part[-1] for n, part in parts.items()}
         metrics = metrics_of(last, energy[name], start.values[name], start.forward.predictions[name])
         model = update_state(eqx.combine(theta, partition(state.model)[1]), start.forward.state)
