@@ -103,8 +103,8 @@ def make(
             def total(way: Nodes[jax.Array], theta: Any) -> Any:
                 values = start.values | {n: start.values[n] + moved for n, moved in way.items()}
                 u = execute(eqx.combine(theta, rest), values, x, {}, {}, context["key"], True, batch).predictions
-                base = Nodes({n: jnp.where(t == 0, jax.lax.stop_gradient(u[n]), first[n]) for n in u}, start.values.roots)
-                by = Nodes({n: gap[n] + way[n] if n in way else gap[n] for n in u}, start.values.roots)
+                base = jax.tree.map(lambda now, then: jnp.where(t == 0, now, then), jax.lax.stop_gradient(u), first)
+                by = Nodes({n: gap[n] + way[n] if n in way else gap[n] for n in u})
                 parts = factor_energies(factors, Displaced(base, by), u)
                 return sum(jnp.sum(part) for part in parts.values()), (parts, base)
 
@@ -118,8 +118,13 @@ def make(
 
         still = Nodes({n: jnp.zeros_like(start.values[n]) for n in free})
         carry = (still, start.optimiser_state, weights(frozen), state.weights, start.forward.predictions)
-        (_, _, theta, weight_state, _), parts = jax.lax.scan(body, carry, jnp.arange(hyper.T), unroll=unroll or 1)
-        last = {n: part[-1] for n, part in parts.items()}
+        if unroll:
+            for t in range(hyper.T):
+                carry, last = body(carry, t)
+        else:
+            carry, parts = jax.lax.scan(body, carry, jnp.arange(hyper.T))
+            last = Nodes({n: part[-1] for n, part in parts.items()})
+        _, _, theta, weight_state, _ = carry
         metrics = metrics_of(last, energy[name], start.values[name], start.forward.predictions[name])
         model = update_state(eqx.combine(theta, partition(state.model)[1]), start.forward.state)
         return State(model, weight_state, None, state.step + 1), metrics
