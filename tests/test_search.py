@@ -1,6 +1,7 @@
 """Searches: what is searched, scores, pruning, resuming, populations, and the command."""
 
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -153,6 +154,90 @@ def test_the_score_is_that_of_the_engine(tmp_path, digits):
     expected = engine.evaluate(population, "validation")["validation_top1"]
     assert study.best_value == pytest.approx(expected.mean(), abs=1e-9)
     assert sorted(study.trials[0].intermediate_values) == [1, 2]
+
+
+def test_finalists_are_trained_in_full(tmp_path, digits, monkeypatch):
+    """The score is that of the engine with all epochs and images of the task; the same command does not train them again."""
+    own = configure("digits/mlp", "pc_se")
+    assert (own.epochs, own.train_limit) == (40, 0)
+    short = plan_of({"lr_theta": ("choice", 3e-3)})
+    assert search.in_full(short) == dataclasses.replace(short.config, epochs=40, train_limit=0)
+    monkeypatch.setattr(search, "in_full", lambda plan: dataclasses.replace(plan.config, epochs=5, train_limit=0))
+    place, said = str(tmp_path / "study.log"), list[str]()
+    study = search.search(short, digits, place, 1, finalists=2, report=said.append)
+    full = TINY | {"epochs": 5, "train_limit": 0}
+    engine = Engine(configure("digits/mlp", "pc_se", **full, validation=0.1, lr_theta=3e-3), digits, [0])
+    population = engine.init()
+    for number in range(5):
+        population, _ = engine.epoch(population, number)
+    expected = float(engine.evaluate(population, "validation")["validation_top1"][0])
+    assert search.finals(study) == {0: pytest.approx(expected, abs=1e-9)}
+    assert said[-1] == f"finalist, trial 0: {100 * expected:.2f} % after 5 epochs"
+    monkeypatch.setattr(search.Trainer, "train", lambda *_: pytest.fail("trained again"))
+    again = search.search(short, digits, place, 1, finalists=2, report=said.append)
+    assert search.winner(again)[1] == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_best_finalist_wins(tmp_path, digits, monkeypatch):
+    """Rates that are best in short trials are worst in full ones, and the largest diverges: the third is what one gets."""
+    rates = (1e-4, 2e-4, 3e-4, 4e-4)
+
+    def train(self: Any, configs: Any, judge: Any) -> None:
+        for i, config in enumerate(configs):
+            rate, last = config.hyper.lr_theta, config.epochs
+            if last == 2:
+                judge(i, 1, 0.1, None)
+                judge(i, 2, 1000 * rate, None)
+            else:
+                where = {"epoch": 3, "step": 1, "node": "vodes.0"} if rate == 4e-4 else None
+                judge(i, last, 0.9 - 1000 * rate, where)
+
+    monkeypatch.setattr(search.Trainer, "train", train)
+    plan = plan_of({"lr_theta": ("choice", *rates)})
+    study = search.search(plan, digits, str(tmp_path / "s"), 4, sampler="grid", report=lambda text: None)
+    assert search.winner(study)[0].params == {"lr_theta": 4e-4}
+    study = search.search(plan, digits, str(tmp_path / "s"), 4, sampler="grid", finalists=3, report=lambda text: None)
+    found = {study.trials[number].params["lr_theta"]: score for number, score in search.finals(study).items()}
+    assert found == {4e-4: None, 3e-4: pytest.approx(0.6), 2e-4: pytest.approx(0.7)}
+    best, score = search.winner(study)
+    assert (best.params, score) == ({"lr_theta": 2e-4}, pytest.approx(0.7))
+    settings = search_report.best_settings(plan, study)
+    assert settings["lr_theta"] == 2e-4
+    assert settings.keys() & {"epochs", "train_limit", "validation"} == set()
+    rows = list(csv.DictReader(search_report.table(plan, study).splitlines()))
+    assert {float(row["lr_theta"]): row["in_full"] for row in rows}[4e-4] == "diverged"
+    assert search_report.best_config(plan, study).epochs == configure("digits/mlp", "pc_se").epochs
+
+
+def test_finalists_of_trials_in_full_are_not_repeated(tmp_path, digits, monkeypatch):
+    monkeypatch.setattr(search, "in_full", lambda plan: plan.config)
+    said = list[str]()
+    study = search.search(plan_of(), digits, str(tmp_path / "s"), 1, finalists=1, report=said.append)
+    assert search.finals(study) == {}
+    assert any("nothing to repeat" in text for text in said)
+
+
+def test_a_stopped_finalist_is_trained_again(tmp_path, digits, monkeypatch):
+    """Ctrl-C between its epochs leaves no score; the same command begins with it."""
+    monkeypatch.setattr(search, "in_full", lambda plan: dataclasses.replace(plan.config, epochs=3))
+    plan, place = plan_of({"lr_theta": ("choice", 3e-3)}), str(tmp_path / "s")
+    search.search(plan, digits, place, 1, report=lambda text: None)
+
+    class Stop:
+        wanted = True
+
+        def __init__(self, report: Any): ...
+        def __enter__(self) -> "Stop":
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "Interrupt", Stop)
+        with pytest.raises(runs.Stopped):
+            search.search(plan, digits, place, 1, finalists=1, report=lambda text: None)
+    assert search.finals(search.open_study(plan, place)) == {}
+    assert list(search.finals(search.search(plan, digits, place, 1, finalists=1, report=lambda text: None))) == [0]
 
 
 def test_the_test_split_is_not_there(digits):
@@ -458,6 +543,7 @@ def test_nothing_completed(tmp_path):
         (["digits/mlp", "-a", "pc_se", "--population", "0"], ["--population is 0"]),
         (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
         (["digits/mlp", "-a", "pc_se", "--seed", "-1"], ["--seed is -1"]),
+        (["digits/mlp", "-a", "pc_se", "--finalists", "-1"], ["--finalists is -1"]),
         (["digits/mlp", "-a", "pc_se", "--sampler", "tp"], ["--sampler is 'tp'", "tpe, random, grid"]),
         (["digits/mlp", "-a", "pc_se", "--only", "lrh"], ["'lrh' cannot be searched", "lr_h"]),
         (["digits/mlp", "-a", "pc_se", "--only", "lr_h", "momentum_h"], ["commas", "--only lr_h,momentum_h"]),

@@ -24,6 +24,8 @@ Examples:
 
     pcx search cifar100/vgg7 --algorithm pc_se --sampler grid --only lr_h,momentum_h
 
+    pcx search cifar10/vgg9 --algorithm pc_se --epochs 8 --finalists 3     short trials, the three best in full
+
     pcx search mnist/mlp --algorithm pn --storage /shared/study.log        in several processes at once
 
 The study is a file, and --trials counts all finished ones in it: killed or stopped by Ctrl-C, the same command goes on.
@@ -39,6 +41,7 @@ def search(
     seeds: Annotated[int, typer.Option(help="seeds of each trial, from 0; the score is their mean")] = 1,
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     population: Annotated[int, typer.Option(help="trials asked for at once, and trained side by side where they can")] = 1,
+    finalists: Annotated[int, typer.Option(help="so many of the best are trained again as long as pcx run; the best wins")] = 0,
     only: Annotated[str, typer.Option(help="search these, as in lr_h,momentum_h; others stay as in pcx run")] = "",
     storage: Annotated[str | None, typer.Option(help="a file, or a storage URL of Optuna (default FOLDER/study.log)")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, not searched; several, or repeated")] = None,
@@ -64,14 +67,14 @@ def search(
         check_folder(out)
         total = trials if trials is not None else 3 if quick else 50
         folder = out or Path("runs") / f"search-{task.replace('/', '-')}-{algorithm}{'-quick' if quick else ''}"
-        work(task, algorithm, given, seeds, names, folder, storage, total, sampler, seed, population)
+        work(task, algorithm, given, seeds, names, folder, storage, total, sampler, seed, population, finalists)
     except (ConfigError, ValueError, OSError) as error:
         raise fail(error) from None
 
 
 def work(
     task: str, algorithm: str, given: dict[str, Any], seeds: int, only: list[str], folder: Path, storage: str | None,
-    trials: int, sampler: str, seed: int, population: int,
+    trials: int, sampler: str, seed: int, population: int, finalists: int,
 ) -> None:  # fmt: skip
     import pcx.data
     from pcx.bench import runs, search_report
@@ -93,8 +96,9 @@ def work(
 
         with show:
             study = searching.search(
-                plan, data, place, trials, sampler=sampler, seed=seed, population=population, report=show.say, on_batch=on_batch
-            )
+                plan, data, place, trials, sampler=sampler, seed=seed, population=population, finalists=finalists,
+                report=show.say, on_batch=on_batch,
+            )  # fmt: skip
     except pcx.data.DataError as error:
         raise fail(error) from None
     except (runs.Stopped, KeyboardInterrupt):
@@ -105,9 +109,9 @@ def work(
         print(sentence, file=sys.stderr)
     if not search_report.completed(study):
         raise fail(f"none of {searching.finished(study)} trials was trained to its end; they diverged or were pruned.")
-    best = study.best_trial
+    best, score = searching.winner(study)
     print(
-        f"{task} by {algorithm}: {100 * study.best_value:.2f} % on validation by trial {best.number} "
+        f"{task} by {algorithm}: {100 * score:.2f} % on validation by trial {best.number} "
         f"of {searching.finished(study)}; run it with"
     )
     print(search_report.command(plan, study))

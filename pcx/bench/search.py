@@ -2,7 +2,8 @@
 
 A trial's score is the accuracy on the validation split after the last epoch, mean over seeds. The study lies in a file (or
 any storage of Optuna's), so a search goes on where it was, and several processes can share it. Trials that differ only in
-numbers of the algorithm use the same compiled program, and train side by side where a population is wanted.
+numbers of the algorithm use the same compiled program, and train side by side where a population is wanted. Trials may be
+shorter than a run of the task; then some of the best can be trained again in full (finalists), and the best of these wins.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from pcx.data import DataSet, Split
 
 SAMPLERS = ("tpe", "random", "grid")
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+FINAL = "final "  # and the number of a trial: the score of a finalist, None if it diverged
 HERE = f"{socket.gethostname()}:{os.getpid()}"
 
 
@@ -177,6 +179,26 @@ def _drop_torn_line(path: Path, report: Report) -> None:
 
 def finished(study: optuna.Study) -> int:
     return len(study.get_trials(deepcopy=False, states=FINISHED))
+
+
+def in_full(plan: Plan) -> Config:
+    """What finalists are trained with: as many epochs and images as a run of the task has."""
+    own = configure(plan.config.task, plan.config.algorithm)
+    return dataclasses.replace(plan.config, epochs=own.epochs, train_limit=own.train_limit)
+
+
+def finals(study: optuna.Study) -> dict[int, float | None]:
+    """The scores of the finalists, by the number of their trial."""
+    return {int(name[len(FINAL) :]): score for name, score in study.user_attrs.items() if name.startswith(FINAL)}
+
+
+def winner(study: optuna.Study) -> tuple[optuna.trial.FrozenTrial, float]:
+    """The best trial and its score: of the finalists, where one got to its end, else of all."""
+    ended = {number: score for number, score in finals(study).items() if score is not None}
+    if not ended:
+        return study.best_trial, study.best_value
+    number = max(ended, key=lambda number: ended[number])
+    return study.trials[number], ended[number]
 
 
 # --- training
@@ -352,18 +374,44 @@ class Search:
 
         self.trainer.train([set_values(self.plan.config, trial.params) for trial in group], judge)
 
+    def finalists(self, count: int) -> list[optuna.trial.FrozenTrial]:
+        """The best complete trials that were not trained in full yet."""
+        best = sorted(self._states(TrialState.COMPLETE), key=lambda trial: (-float(trial.value or 0.0), trial.number))
+        return [trial for trial in best[:count] if trial.number not in finals(self.study)]
+
+    def train_finalist(self, trial: optuna.trial.FrozenTrial, trainer: Trainer, interrupt: Interrupt) -> None:
+        config = set_values(in_full(self.plan), trial.params)
+        score: float | None = None
+
+        def judge(i: int, epoch: int, accuracy: float, where: dict[str, Any] | None) -> bool:
+            nonlocal score
+            score = accuracy if where is None else None
+            if where is None and epoch < config.epochs and interrupt.wanted:
+                raise Stopped("stopped; the same command goes on from there")
+            return where is None
+
+        trainer.train([config], judge)
+        self.study.set_user_attr(f"{FINAL}{trial.number}", score)
+        what = "diverged" if score is None else f"{100 * score:.2f} %"
+        self.report(f"finalist, trial {trial.number}: {what} after {config.epochs} epochs")
+
 
 def short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler: str = "tpe", seed: int = 0,
-           population: int = 1, report: Report = print, on_batch: Callable[[optuna.Study], None] = lambda study: None,
-           ) -> optuna.Study:  # fmt: skip
-    """Work on a study until it has this many finished trials, those before included; ``population`` of them side by side."""
+           population: int = 1, finalists: int = 0, report: Report = print,
+           on_batch: Callable[[optuna.Study], None] = lambda study: None) -> optuna.Study:  # fmt: skip
+    """Work on a study until it has this many finished trials, those before included; ``population`` of them side by side.
+
+    Then train the best ``finalists`` in full, if trials are shorter than that.
+    """
     for name, value in (("trials", trials), ("population", population)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it is at least 1.")
+    if finalists < 0:
+        raise ConfigError(f"--finalists is {finalists}; it is at least 0.")
     if seed < 0:
         raise ConfigError(f"--seed is {seed}; it is at least 0.")
     if sampler not in SAMPLERS:
@@ -374,7 +422,10 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
         report(f"going on with {storage} after {done} finished trials")
     for note in plan.notes:
         report(note)
-    if done >= trials:
+    if finalists and in_full(plan) == plan.config:
+        report("trials are as long as a run of the task, so there is nothing to repeat with --finalists")
+        finalists = 0
+    if done >= trials and not finalists:
         return study
     mode, why = choose_mode(plan.config, without_test(data) if data.train else data, plan.seeds, report)
     report(why)
@@ -389,4 +440,9 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
             on_batch(study)
             if interrupt.wanted and work.left(trials) > 0:
                 raise Stopped("stopped; the same command goes on from there")
+        trainer = Trainer(data, plan.seeds, mode)  # its images may be more than those of the trials
+        for trial in work.finalists(finalists):
+            if interrupt.wanted:
+                raise Stopped("stopped; the same command goes on from there")
+            work.train_finalist(trial, trainer, interrupt)
     return study

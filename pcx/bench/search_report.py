@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from pcx.bench.config import Config
 from pcx.bench.plots import new_figure
-from pcx.bench.search import Plan
+from pcx.bench.search import Plan, finals, winner
 from pcx.bench.tasks import configure
 from pcx.utils import atomic_write
 
@@ -29,8 +29,9 @@ def completed(study: optuna.Study) -> list[FrozenTrial]:
 
 def best_settings(plan: Plan, study: optuna.Study) -> dict[str, Any]:
     """What differs from the task's own settings: what was given by hand, and what was found."""
-    given = {name: value for name, value in plan.given.items() if name != "validation"}
-    return given | study.best_trial.params
+    left_out = ("validation", *(("epochs", "train_limit") if finals(study) else ()))  # finalists train as long as a run
+    given = {name: value for name, value in plan.given.items() if name not in left_out}
+    return given | winner(study)[0].params
 
 
 def best_config(plan: Plan, study: optuna.Study) -> Config:
@@ -50,18 +51,18 @@ def write(plan: Plan, study: optuna.Study, folder: Path) -> list[str]:
     atomic_write(folder / "trials.csv", table(plan, study).encode())
     if not completed(study):
         return ["no trial was trained to its end, so there are no best settings and no pictures."]
-    best = study.best_trial
+    best, score = winner(study)
     facts = {
         "task": plan.config.task,
         "algorithm": plan.config.algorithm,
-        "validation_top1": best.value,
+        "validation_top1": score,
         "trial": best.number,
         "seeds": plan.seeds,
         "validation": plan.config.validation,
         "settings": best_settings(plan, study),
         "command": command(plan, study),
         "config": best_config(plan, study).as_dict(),
-    }
+    } | ({"finalists": finals(study)} if finals(study) else {})
     atomic_write(folder / "best.json", json.dumps(facts, indent=2).encode())
     history(study, folder / "history.png")
     slices(plan, study, folder / "slices.png")
@@ -72,11 +73,14 @@ def table(plan: Plan, study: optuna.Study) -> str:
     """A line per trial, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["trial", "state", "validation_top1", "epochs", "seconds", *plan.space])
+    final = finals(study)
+    writer.writerow(["trial", "state", "validation_top1", "epochs", "seconds", *plan.space, *(["in_full"] if final else [])])
     for trial in study.get_trials(deepcopy=False):
         row = [trial.user_attrs.get(name, "") for name in ("epochs", "seconds")]
         value = "" if trial.value is None else trial.value
-        writer.writerow([trial.number, state_of(trial), value, *row, *(trial.params.get(name, "") for name in plan.space)])
+        last = [] if not final else ["diverged" if final.get(trial.number, 0.0) is None else final.get(trial.number, "")]
+        found = (trial.params.get(name, "") for name in plan.space)
+        writer.writerow([trial.number, state_of(trial), value, *row, *found, *last])
     return text.getvalue()
 
 
