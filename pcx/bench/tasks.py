@@ -63,6 +63,8 @@ def pipeline(config: Config) -> Pipeline:
 
     def train(key: Key, images: Array) -> Array:
         first, second = jax.random.split(key)
+        if config.augmentation.startswith("crop") and images.shape[-1] != images.shape[-2]:
+            raise ConfigError(f"{config.augmentation} crops squares; images of {config.dataset} are {images.shape[-2:]}.")
         if config.augmentation == "crop4_flip":
             images = augment.pad_and_crop(second, augment.flip(first, images), images.shape[-1], 4)
         elif config.augmentation == "crop56_flip":
