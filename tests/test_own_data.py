@@ -93,7 +93,7 @@ def test_it_trains_from_the_command_line_and_in_a_search(folder):
 
 def test_crops_of_images_that_are_no_squares_are_refused(folder):
     np.savez(folder / "wide.npz", **arrays(shape=(3, 8, 12)))
-    code, out, error = run_command("run", "wide/mlp", "-a", "bp_se", "--set", "augmentation=crop4_flip", "batch=16")
+    code, _, error = run_command("run", "wide/mlp", "-a", "bp_se", "--set", "augmentation=crop4_flip", "batch=16")
     assert code == 2
     assert error.splitlines()[-1] == "error: crop4_flip crops squares; images of wide are (8, 12)."
     code, _, error = run_command("run", "wide/mlp", "-a", "bp_se", "--epochs", "1", "--set", "batch=16", "width=8")
