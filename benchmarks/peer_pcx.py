@@ -120,7 +120,7 @@ def main(path):
             np.savez(task["result"], *after)
         else:
             seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "version": "0.6.3", "jax": jax.__version__, "device": jax.devices()[0].device_kind}))
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ With --exact the change is also computed in float64, and the cosine of each libr
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -88,11 +87,8 @@ def ours(task: dict[str, Any]) -> None:
     model = build_model(config, shape, ys.shape[-1], jax.random.key(0))
     weights = jax.tree.unflatten(jax.tree.structure(pcx.weights(model)), arrays)
     model = eqx.combine(weights, model)
-    hyper = dataclasses.replace(config.hyper, **({"beta_ir": 0.0} if hasattr(config.hyper, "beta_ir") else {}))
-    convolves = bool(task["convolutions"])
-    loop = convolves and jax.default_backend() == "cpu"  # there a loop runs convolutions many times slower
-    unrolled = {"unroll": True} if loop else {}
-    algorithm = make_algorithm(dataclasses.replace(config, hyper=hyper), hyper, 1, **unrolled)
+    loop = task["convolutions"] and jax.default_backend() == "cpu"  # there a loop runs convolutions many times slower
+    algorithm = make_algorithm(config, config.hyper, 1, **({"unroll": True} if loop else {}))
     key = jax.random.key(0)
     state = algorithm.init(model, xs[0], ys[0], key)
     step = jax.jit(lambda state, x, y: algorithm.step(state, x, y, key)[0])
@@ -110,7 +106,7 @@ def ours(task: dict[str, Any]) -> None:
             np.savez(task["result"], *after)
         else:
             seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "jax": jax.__version__, "device": jax.devices()[0].device_kind}))
+    print(json.dumps(seconds))
 
 
 def peer_folder(given: Path | None) -> Path:
@@ -125,7 +121,8 @@ def peer_folder(given: Path | None) -> Path:
     return folder
 
 
-def start(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def start(command: list[str], environment: dict[str, str]) -> list[float]:
+    """Run a worker; the seconds of its passes."""
     done = subprocess.run([sys.executable, *command], env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -188,7 +185,7 @@ def main() -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names * (2 if options.passes else 1):
-        seconds[name] += start(*commands[name])["seconds"]
+        seconds[name] += start(*commands[name])
     away = differences(folder, task)
     print(f"{options.task} by {options.algorithm}, {task['steps']} steps of {task['batch']} samples, T = {task['T']}")
     print("largest difference between the changes of a weight array, of its largest change:", *(f"{d:.1e}" for d in away))
