@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="batches of a pass")
     parser.add_argument("--passes", type=int, default=3, help="timed passes of each process; there are two of each library")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings, as of pcx run")
+    parser.add_argument("--tf32", action="store_true", help="products of both in tf32, where the device has them")
     parser.add_argument("--float64", action="store_true", help="numbers then agree to rounding, and times mean little")
     parser.add_argument("--exact", action="store_true", help="compare both with the same steps in float64")
     parser.add_argument("--peer", type=Path, help="folder of the released package (default: fetched into runs/peers)")
@@ -173,7 +174,8 @@ def main() -> None:
     peer = peer_folder(options.peer).resolve()
     folder = Path("runs/peers").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    wide = {"JAX_ENABLE_X64": "1" if options.float64 else "0", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
+    products = "tensorfloat32" if options.tf32 else "float32"
+    wide = {"JAX_ENABLE_X64": "1" if options.float64 else "0", "JAX_DEFAULT_MATMUL_PRECISION": products}
     os.environ |= wide
     task = prepare(options, folder)
     names = ("ours", "peer")
@@ -193,6 +195,7 @@ def main() -> None:
         "what": "peers",
         "peer": f"pcx {RELEASE}",
         "float64": options.float64,
+        "products": products,
         "away": away,
         "seconds": seconds,
     }
