@@ -101,6 +101,8 @@ def test_the_version_is_that_of_the_package():
         (["digits/mlp", "-a", "pc_se", "--set", "lr_h=fast"], ["lr_h is 'fast'", "a number"]),
         (["digits/mlp", "-a", "pc_se", "--set", "lr_h=-1"], ["lr_h is -1.0", "at least zero"]),
         (["digits/mlp", "-a", "pc_se", "--set", "lr_h=nan"], ["lr_h is nan"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
+        (["digits/mlp", "-a", "mcpc", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T=-1"], ["T is -1"]),
         (["digits/mlp", "-a", "pn", "--set", "beta=0"], ["beta is 0.0", "above zero"]),
         (["digits/mlp", "-a", "pn", "--set", "clamp=never"], ["clamp is 'never'", "stay"]),

@@ -97,7 +97,7 @@ def unit_gradients() -> optax.GradientTransformation:
     return optax.stateless(lambda gradients, _: jax.tree.map(of, gradients))
 
 
-def check_positive(hyper: Any, *names: str, allow_zero: bool = True) -> None:
+def check_positive(hyper: Any, *names: str, allow_zero: bool = True, most: float = float("inf")) -> None:
     """Refuse settings that cannot be meant; a traced setting is not looked at."""
     for name in names:
         value = getattr(hyper, name)
@@ -105,6 +105,8 @@ def check_positive(hyper: Any, *names: str, allow_zero: bool = True) -> None:
             continue
         if not (value >= 0 if allow_zero else value > 0) or value == float("inf"):
             raise ModelError(f"{name} is {value}; it is a finite number {'of at least' if allow_zero else 'above'} zero.")
+        if value > most:
+            raise ModelError(f"{name} is {value}; it is at most {most}.")
 
 
 def check_loss(hyper: Any) -> None:

@@ -46,7 +46,8 @@ class Hyper(eqx.Module):
     init: str = eqx.field(static=True, default="zeros")
 
     def __check_init__(self) -> None:
-        check_positive(self, "momentum_h", "variance", "lr_theta", "weight_decay", "T")
+        check_positive(self, "variance", "lr_theta", "weight_decay", "T")
+        check_positive(self, "momentum_h", most=1.0)
         check_positive(self, "lr_h", "output_variance", allow_zero=False)
         if self.form not in ("heavy_ball", "first_order", "second_order"):
             raise ModelError(f"form is {self.form!r}; use 'heavy_ball', 'first_order' or 'second_order'.")

@@ -54,7 +54,8 @@ class Hyper(eqx.Module):
     unit_gradients: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "beta_ir", "T")
+        check_positive(self, "lr_h", "lr_theta", "weight_decay", "beta_ir", "T")
+        check_positive(self, "momentum_h", most=1.0)
         check_positive(self, "beta", allow_zero=False)
         if self.clamp not in ("plain", "stay", "always"):
             raise ModelError(f"clamp is {self.clamp!r}; use 'plain', 'stay' or 'always'.")

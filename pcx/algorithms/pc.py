@@ -41,7 +41,8 @@ class Hyper(eqx.Module):
     unit_gradients: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        check_positive(self, "lr_h", "momentum_h", "lr_theta", "weight_decay", "T")
+        check_positive(self, "lr_h", "lr_theta", "weight_decay", "T")
+        check_positive(self, "momentum_h", most=1.0)
         check_loss(self)
 
 
