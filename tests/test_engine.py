@@ -208,11 +208,12 @@ def test_programs_compiled_side_by_side_are_the_same():
     assert ready.prepare()._compiled == programs
 
 
+@pytest.mark.parametrize("precisions", [("bf16", "bf16_state"), ("tf32", "tf32_plain")])
 @pytest.mark.parametrize(("algorithm", "kept"), [("pc_se", True), ("nn", True), ("ipc", False), ("bp_se", False)])
-def test_a_state_in_bfloat16_is_of_the_algorithms_that_settle(single, algorithm, kept):
-    """The weights after an epoch differ a little from those with a float32 state; those of other algorithms are the same."""
+def test_a_state_in_bfloat16_and_plain_products_are_of_the_algorithms_that_settle(single, algorithm, kept, precisions):
+    """The weights after an epoch differ a little from those without; those of other algorithms are the same."""
     found = []
-    for precision in ("bf16", "bf16_state"):
+    for precision in precisions:
         engine = Engine(config(algorithm, activation="relu", precision=precision), DIGITS, [5])
         population, _ = engine.epoch(engine.init(), 0)
         found.append(member(population.states, 0))

@@ -10,7 +10,8 @@ import pcx.algorithms
 import pcx.models
 from pcx._types import ModelError, near
 
-PRECISIONS = ("float32", "tf32", "bf16", "bf16_state")  # of products; with the last one, of the state of inference too
+# of products; with bf16_state, of the state of inference too; with tf32_plain products are not anchored
+PRECISIONS = ("float32", "tf32", "bf16", "bf16_state", "tf32_plain")
 
 
 class ConfigError(ValueError):

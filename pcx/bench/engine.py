@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 import pcx.algorithms
 from pcx._free_energy import graph, output_node, run
 from pcx._model import weights
-from pcx._types import Key, near
+from pcx._types import Key, Shortcuts, near
 from pcx.algorithms import State, stream
 from pcx.algorithms._common import ENERGY
 from pcx.bench.config import Config, ConfigError
@@ -33,6 +33,8 @@ from pcx.data import DataSet, Split, augment, split_validation
 
 MODES = ("scan", "host", "host_unrolled")
 PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16", "bf16_state": "bfloat16"}
+PRECISION |= {"tf32_plain": "tensorfloat32"}
+INFERENCE = {"bf16_state": {"state_dtype": jnp.bfloat16}, "tf32_plain": {"shortcuts": Shortcuts(anchor=False)}}
 EVALUATION_BATCH = 500
 FEW_CORES = 4  # up to so many CPU cores members are trained one after the other
 CHUNK = 16  # steps whose batches a streaming host sends at once
@@ -164,7 +166,7 @@ class Engine:
         _, make = pcx.algorithms.get(self.config.algorithm)
         parameters = inspect.signature(make).parameters
         wanted: dict[str, Any] = {"unroll": True} if self.mode == "host_unrolled" else {}
-        wanted |= {"state_dtype": jnp.bfloat16} if self.config.precision == "bf16_state" else {}
+        wanted |= INFERENCE.get(self.config.precision, {})
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         options = {name: value for name, value in wanted.items() if any_name or name in parameters}
         return make_algorithm(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 import pcx
 import pcx.nn as pxnn
-from pcx._types import ALL_SHORTCUTS, Shortcuts
+from pcx._types import Shortcuts
 from pcx.bench import record
 from pcx.bench.config import PRECISIONS, ConfigError
 from pcx.bench.engine import PRECISION
@@ -31,7 +31,6 @@ DEPTHS, CALLS = (4, 8, 16, 32, 64), 200
 DEPTH_BASE = {"batch": 128, "dim": 128, "T": 8}
 KINDS = ("chain", "residual")
 LR_H, LR_THETA, WEIGHT_DECAY = 0.05, 1e-3, 1e-4
-SHORTCUTS = {True: ALL_SHORTCUTS, False: Shortcuts(stack=False)}
 
 
 class EqualLayers(EnergyModule):
@@ -61,7 +60,7 @@ def make_epoch(batch: int, dim: int, layers: int, T: int, batches: int, stacked:
     optimiser = optax.adamw(LR_THETA, weight_decay=WEIGHT_DECAY)
     x, y = jax.random.normal(jax.random.key(1), (2, batches, batch, dim))
     options = {"state_optimiser": optax.sgd(LR_H), "weight_optimiser": optimiser, "steps": T, "init": "zeros"}
-    options |= {"shortcuts": SHORTCUTS[stacked]} | _state_dtype(precision)
+    options |= {"shortcuts": _shortcuts(stacked, precision)} | _state_dtype(precision)
 
     def step(carry: Any, data: Any) -> Any:
         model, state = carry
@@ -99,7 +98,7 @@ def _inference(
 ) -> tuple[EqualLayers, Array, Array, str, dict[str, Any]]:
     """The model, input and target, the name of the last node, and the options of an inference."""
     x, y = jax.random.normal(jax.random.key(1), (2, batch, dim))
-    shortcuts = SHORTCUTS[stacked]._replace(kernel=kernel)
+    shortcuts = _shortcuts(stacked, precision)._replace(kernel=kernel)
     options = {"optimiser": optax.sgd(LR_H), "steps": T, "init": "zeros", "shortcuts": shortcuts} | _state_dtype(precision)
     return build(dim, layers, kind == "residual"), x, y, f"vodes.{layers - 1}", options
 
@@ -118,6 +117,10 @@ def away_from_stack(batch: int, dim: int, layers: int, T: int, kind: str, precis
             found.append(jax.jit(settled)(model, x, y))
     one, other = found
     return float(jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other)))
+
+
+def _shortcuts(stacked: bool, precision: str) -> Shortcuts:
+    return Shortcuts(stack=stacked, anchor=precision != "tf32_plain")
 
 
 def _state_dtype(precision: str) -> dict[str, Any]:
