@@ -247,15 +247,16 @@ def test_every_group_with_published_settings_has_all_algorithms():
     for group in groups:
         assert {algorithm for model, dataset, algorithm in accuracy.SETTINGS if (model, dataset) == group} == eight
     rest = {key for key in accuracy.SETTINGS if key[:2] not in groups}
-    found = {("resnet18", "cifar10", "pc_se")}
+    found = {("resnet18", "cifar10", "pc_se"), ("vgg9", "cifar10", "pc_se")}
     assert rest == {("vgg7", "cifar10", "bp_se"), ("vgg7", "cifar10", "pc_se"), ("vgg19", "cifar10", "pc_se")} | found
 
 
-def test_settings_from_a_search_are_those_that_it_found():
+@pytest.mark.parametrize("model", ["vgg9", "resnet18"])
+def test_settings_from_a_search_are_those_that_it_found(model):
     """On the validation split, by the record that is kept; the budget of its trials is not a setting."""
-    best = json.loads((ROOT / "results/search/cifar10-resnet18-pc_se/best.json").read_text())
+    best = json.loads((ROOT / f"results/search/cifar10-{model}-pc_se/best.json").read_text())
     found = {name: value for name, value in best["settings"].items() if name not in ("epochs", "train_limit", "precision")}
-    settings = accuracy.SETTINGS["resnet18", "cifar10", "pc_se"]
+    settings = accuracy.SETTINGS[model, "cifar10", "pc_se"]
     assert {name: settings[name] for name in found} == found
     assert settings.keys() - found.keys() == {"epochs", "batch", "augmentation"}
 

@@ -92,7 +92,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def history(study: optuna.Study, path: Path) -> None:
-    """The score of every trial, and the best so far."""
+    """The score of every trial, the best so far, and what finalists have when trained in full (zero if they diverged)."""
     figure, ((axes,),) = new_figure(1)
     done = sorted(completed(study), key=lambda trial: trial.number)
     scores = [100 * float(trial.value or 0.0) for trial in done]
@@ -107,6 +107,8 @@ def history(study: optuna.Study, path: Path) -> None:
         ]
         if ended:
             axes.plot([trial.number for trial in ended], last, mark, label=f"{name} (its last accuracy)")
+    if final := finals(study):
+        axes.plot(list(final), [100 * (score or 0.0) for score in final.values()], "*", markersize=10, label="trained in full")
     axes.set(xlabel="trial", ylabel="validation accuracy (%)", title=study.study_name)
     axes.legend(fontsize=8)
     _save(figure, path)

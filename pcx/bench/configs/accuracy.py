@@ -353,7 +353,12 @@ SETTINGS: dict[tuple[str, str, str], dict[str, Any]] = {
         "T": 11, "lr_h": 0.01927208236479854, "momentum_h": 0.85, "lr_theta": 0.00015756692930515384, "weight_decay":
         2.7480603900710354e-05, "activation": "hard_tanh", "epochs": 50, "batch": 128, "augmentation": "crop4_flip",
     },
-    # not published: found by `pcx search`, results/search/cifar10-resnet18-pc_se
+    # not published: found by `pcx search`, results/search/cifar10-vgg9-pc_se and cifar10-resnet18-pc_se
+    ("vgg9", "cifar10", "pc_se"): {
+        "T": 10, "lr_h": 0.057992620664438076, "momentum_h": 0.9500000000000001, "lr_theta": 7.175432110793849e-05,
+        "weight_decay": 0.009156485810470056, "activation": "hard_tanh",
+        "epochs": 50, "batch": 128, "augmentation": "crop4_flip",
+    },
     ("resnet18", "cifar10", "pc_se"): {
         "T": 18, "lr_h": 0.027524023543735433, "momentum_h": 0.7000000000000001, "lr_theta": 0.00022486088987057194,
         "weight_decay": 0.0009327707133243988, "activation": "leaky_relu",
