@@ -81,9 +81,11 @@ def _batched(part: Any, batch: int) -> Any:
     if not isinstance(part, Observed):
         return jnp.asarray(part)
     value, mask = jnp.asarray(part.value), jnp.asarray(part.mask, bool)
-    if mask.ndim < value.ndim or mask.shape[:1] != (batch,):
-        mask = jnp.broadcast_to(mask, (batch, *jnp.broadcast_shapes(mask.shape, value.shape[1:])))
-    return Observed(value, mask)
+    own = mask.shape if mask.ndim < value.ndim or mask.shape[:1] != (batch,) else mask.shape[1:]
+    try:
+        return Observed(value, jnp.broadcast_to(mask, (batch, *jnp.broadcast_shapes(own, value.shape[1:]))))
+    except ValueError:
+        raise ModelError(f"a mask of shape {mask.shape} does not fit an observed value of shape {value.shape}.") from None
 
 
 def run(

@@ -83,9 +83,10 @@ def infer(
         state_dtype: keep the way from the start, and the optimiser's state, in this dtype. In bfloat16 it has half the bytes;
             starts, predictions and errors stay in the dtype of the weights.
     """
-    if not hasattr(steps, "__index__") or steps < 0:
-        raise ModelError(f"steps is {steps!r}; inference takes zero or more steps, a whole number.")
-    objective = make_objective(model, energy, precision)
+    if not hasattr(steps, "__index__") or not 0 <= steps < 2**31:
+        raise ModelError(f"steps is {steps!r}; inference takes zero or more steps, a whole number below 2**31.")
+    if isinstance(tolerance, int | float) and not tolerance >= 0:
+        raise ModelError(f"tolerance is {tolerance}; it is a fraction of the first gradient norm, zero or more.")
     observed = by_name("observed", observed)
     given = {name: part for name, part in observed.items() if not callable(part)}
     batch = batch_size(x, given, by_name("values", values), batch=batch)
@@ -100,18 +101,17 @@ def infer(
     for name in observed.keys() - given.keys():
         if name not in graph(model, x).sinks:
             raise ModelError(f"node {name!r} is fixed to a function of its prediction, but other nodes read it; give a value.")
-        target = {name: observed[name](start.predictions[name])}
-        fixed |= observe(model, target, start.values)
+        fixed |= observe(model, {name: observed[name](start.predictions[name])}, start.values)
         start = start._replace(values=start.values | fixed)
     frozen = freeze_state(model, start.state)
-    task = _Task(frozen, (x, key, training), objective, start, fixed, shortcuts, state_dtype)
+    task = _Task(frozen, (x, key, training), make_objective(model, energy, precision), start, fixed, shortcuts, state_dtype)
     chosen = per_node(optimiser) if isinstance(optimiser, Mapping) else optimiser
     if not hasattr(chosen, "update"):
         raise ModelError(f"optimiser is {optimiser!r}; it is one of optax's, such as optax.sgd(0.1), or one per node.")
     chosen = chosen if state_dtype is None else steady(chosen)
-    rules = start_rules(model, init)
-    at_prediction = {name for name in start.values if rules[name] is forward and name not in fixed}
-    return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, set() if values is not None else at_prediction)
+    free = start.values.keys() - fixed.keys() if values is None else set()
+    at_prediction = {name for name, rule in start_rules(model, init).items() if rule is forward and name in free}
+    return task.solve(chosen, steps, tolerance, optimiser_state, record, unroll, at_prediction)
 
 
 class _Task:
@@ -352,13 +352,11 @@ class _Task:
         first = norm(gradients)
         going = first > tolerance * first
         carry = (free, state, gradients, going, jnp.zeros((self.batch,), jnp.int32), jnp.zeros((), jnp.int32), first)
-        trace = None
         if note is None:
-            carry = jax.lax.while_loop(lambda carry: jnp.any(carry[3]) & (carry[5] < steps), body, carry)
+            carry, trace = jax.lax.while_loop(lambda carry: jnp.any(carry[3]) & (carry[5] < steps), body, carry), None
         else:
-            trace = _stack([note(0, free)])
             carry, rest = jax.lax.scan(lambda c, _: (new := body(c), note(new[5], new[0])), carry, length=steps)
-            trace = _join(trace, rest)
+            trace = _join(_stack([note(0, free)]), rest)
         free, state, _, _, count, _, last = carry
         done = self.inferred(free, state, steps, frozenset(self.factors), trace)
         return dataclasses.replace(done, steps=count, gradient_start=first, gradient_end=last)

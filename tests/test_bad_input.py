@@ -466,6 +466,14 @@ def test_other_arguments_of_the_core_are_checked():
     model, (x, y) = Chain(DIMS), batch(4, 3)
     with refuses("steps is -1", "zero or more", models=[model]):
         infer(model, x, y, steps=-1)
+    with refuses("steps is 3000000000", r"below 2\*\*31", models=[model]):
+        infer(model, x, y, steps=3_000_000_000)
+    for tolerance in (float("nan"), -1.0):
+        with refuses(f"tolerance is {tolerance}", "zero or more", models=[model]):
+            infer(model, x, y, tolerance=tolerance)
+    for shape in ((7, 2), (7,)):
+        with refuses("a mask of shape", "does not fit", models=[model]):
+            pcx.infer(model, x, {"vodes.1": pcx.Observed(y, jnp.ones(shape, bool))}, optimiser=optax.sgd(0.1), steps=1)
     with refuses("unknown initialisation 'ones'", "'zeros'", models=[model]):
         infer(model, x, y, init="ones")
     with refuses("random start needs a key", "key=", models=[model]):
