@@ -378,8 +378,8 @@ NEAREST = {"vgg9": "vgg7", "resnet18": "vgg7"}
 def settings(model: str, dataset: str, algorithm: str) -> dict[str, Any] | None:
     """The tuned settings of a cell; where none are published, those of the nearest model (or of CIFAR-100 for CIFAR-10).
 
-    VGG-9 and ResNet-18 have no published settings, VGG-7 on CIFAR-10 only those of PC-SE and BP-SE; those of ResNet-18 on
-    CIFAR-10 by PC-SE are from a search of ours.
+    VGG-9 and ResNet-18 have no published settings, VGG-7 on CIFAR-10 only those of PC-SE and BP-SE; those of the first two
+    on CIFAR-10 by PC-SE are from searches of ours.
     """
     near = NEAREST.get(model, model)
     places = [(model, dataset), (near, dataset)] + ([(near, "cifar100")] if (near, dataset) == ("vgg7", "cifar10") else [])
