@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of an epoch")
     parser.add_argument("--out", type=Path, default=Path("results/step-trials.jsonl"))
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; an epoch has at least one")
     for text in options.trials:
         if text.count(":") not in (1, 2) or text.split(":")[2:] not in ([], ["pc_se"], ["bp_se"]):
             parser.error(f"{text!r} is not ROW:PRECISION, ROW:PRECISION:pc_se or ROW:PRECISION:bp_se")

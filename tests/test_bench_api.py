@@ -131,6 +131,11 @@ def test_a_run_with_a_folder_returns_the_same_and_is_recorded(tmp_path):
     np.testing.assert_array_equal(without.model(1).layers[0].weight, with_folder.model(1).layers[0].weight)
 
 
+def test_a_setting_is_swept_or_given():
+    with pytest.raises(ConfigError, match="lr_theta is given as a setting and as a sweep"):
+        train("digits/mlp", "bp_se", seeds=2, sweep={"lr_theta": [0.0, 0.05]}, **TINY | {"lr_theta": 0.1})
+
+
 def test_a_sweep_with_a_folder_is_done_or_refused(tmp_path):
     """But not silently left out."""
     try:

@@ -104,6 +104,8 @@ def test_the_version_is_that_of_the_package():
         (["digits/mlp", "-a", "pc_se", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
         (["digits/mlp", "-a", "mcpc", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T=-1"], ["T is -1"]),
+        (["iris/mlp", "-a", "pc_se", "--set", "batch=4", "augmentation=crop4_flip"], ["iris has rows of numbers, not images"]),
+        (["digits/mlp", "-a", "pc_se", "--out", "/proc/none"], ["/proc/none cannot be the folder of a run", "--out"]),
         (["digits/mlp", "-a", "pn", "--set", "beta=0"], ["beta is 0.0", "above zero"]),
         (["digits/mlp", "-a", "pn", "--set", "clamp=never"], ["clamp is 'never'", "stay"]),
         (["digits/mlp", "-a", "pc_se", "--set", "batch=0"], ["batch is 0", "at least 1"]),
@@ -487,6 +489,8 @@ def test_timing_is_that_of_the_speed_file():
 
 PLAIN = made(final=[0.9], best=[0.9])
 NO_RECORDS = ['{"config": {"da', "{}", "3", '{"quick": false}', PLAIN | {"config": {}}, PLAIN | {"config": None}]
+NO_RECORDS += [PLAIN | {"seeds": 3}, PLAIN | {"seeds": None}]
+NO_RECORDS += [PLAIN | {"config": PLAIN["config"] | {name: None}} for name in ("hyper", "options")]
 NO_RECORDS += [PLAIN | {"final": {}}, PLAIN | {"best": None}, PLAIN | {"final": {"test_top1": {"mean": None, "std": 0.0}}}]
 
 
@@ -599,6 +603,16 @@ def test_a_whole_table_runs_what_can_run_here(started):
     assert {call["config"].task for call in started} == {"mnist/mlp"}
     assert started[0]["config"].algorithm == "bp_ce"  # the cheapest first
     assert {call["config"].algorithm for call in started} == {"pc_ce", "pn", "nn", "cn", "ipc", "bp_ce"}
+
+
+@pytest.mark.usefixtures("only_mnist_is_here")
+def test_a_cell_that_fails_does_not_stop_the_others():
+    """The energies of every algorithm are above a limit of zero."""
+    code, out, err = run_command("run", "accuracy", "--quick", "--set", "energy_limit=0", "width=8", "batch=32")
+    assert code == 2
+    assert "0 of 112 cells have a record; 8 can run here" in out
+    assert err.count("every seed diverged") == 8
+    assert err.splitlines()[-1].startswith("error: 8 of 8 cells failed: mnist/mlp by bp_ce, mnist/mlp by bp_se,")
 
 
 @pytest.mark.usefixtures("only_mnist_is_here")

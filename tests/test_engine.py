@@ -245,7 +245,10 @@ def test_a_sweep_equals_runs_with_those_settings(dtype, members):
             assert difference(member(swept.states, i), member(expected.states, 0)) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("sweep", [{"lr_hh": [0.1, 0.2]}, {"T": [2.0, 3.0]}, {"lr_h": [0.1]}], ids=["typo", "whole", "length"])
+SWEEPS = [{"lr_hh": [0.1, 0.2]}, {"T": [2.0, 3.0]}, {"lr_h": [0.1]}, {"lr_h": [0.1, -1.0]}]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=["typo", "whole", "length", "negative"])
 def test_a_sweep_that_cannot_be_meant_is_refused(single, sweep):
     """By a sentence that names the setting; only numbers of the algorithm can be swept, one value per member."""
     with pytest.raises(ValueError, match=next(iter(sweep))):

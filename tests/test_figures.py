@@ -270,6 +270,20 @@ def test_a_quick_record_is_no_record_of_the_skip_study():
         figures.skip([made(*VGG19, [[0.3, 0.3]], quick=True, skip=True)])
 
 
+@pytest.mark.parametrize("broken", [
+    {"curves": None}, {"curves": {}}, {"curves": {"test_top1": [[None]]}}, {"curves": {"test_top1": [[]]}},
+    {"config": ["epochs"]}, {"config": ["hyper"]}, {"config": ["options"]},
+], ids=str)  # fmt: skip
+def test_a_record_without_what_is_drawn_is_named(broken):
+    whole = made(*VGG19, [[0.3, 0.3]], skip=True)
+    if isinstance(broken.get("config"), list):
+        broken = {"config": {n: v for n, v in whole["config"].items() if n not in broken["config"]}}
+    with pytest.raises(ConfigError, match="the record of cifar10/vgg19 of 2025-01-01T00:00:00Z lacks curves or settings"):
+        figures.skip([whole | broken])
+    with pytest.raises(ConfigError, match="lacks curves or settings"):
+        figures.skip([{name: value for name, value in whole.items() if name != "diverged"}])
+
+
 def test_a_broken_file_is_one_sentence():
     Path("broken.jsonl").write_text('{"config"\n')
     code, out, err = run_command("figure", "depth", "--results", "broken.jsonl")

@@ -1,5 +1,6 @@
 """A data set of one's own, ``NAME.npz`` in PCX_DATA: what is read from it, what is refused, and that it trains."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,11 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"test_images": np.full((20, 3, 8, 8), np.nan)}, "test_images has numbers that are not finite"),
         ({"test_labels": np.zeros(3, int)}, "test_labels has dtype int64 and shape (3,) for 20 images"),
         ({"test_labels": np.zeros(20)}, "test_labels has dtype float64 and shape (20,) for 20 images"),
-        ({"test_labels": np.full(20, -1)}, "test_labels has -1; classes are numbered from 0"),
+        ({"train_labels": np.zeros((60, 1), int)}, "shape (60, 1) for 60 images; give integers of shape (60,)"),
+        ({"test_labels": np.full(20, -1)}, "test_labels goes from -1 to -1; classes are numbered from 0"),
+        ({"train_labels": np.full(60, 2**32 + 1)}, "train_labels goes from 4294967297 to 4294967297"),
+        ({"train_labels": np.r_[10**8, np.zeros(59, int)]}, "labels go up to 100000000, for 60 images in train"),
+        ({"train_images": np.zeros((60, 0, 8), np.uint8)}, "train_images has shape (60, 0, 8)"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_sentence(folder, changes, reason):
@@ -131,9 +136,28 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(folder, changes, reason):
     assert reason in status.reason
 
 
-@pytest.mark.parametrize("content", [b"", b"not a zip file", b"PK\x03\x04 half of one"])
+def one_array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
+
+
+def damaged(place: int) -> bytes:
+    """A compressed archive with zeros somewhere."""
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays())
+    content = bytearray(file.getvalue())
+    content[place : place + 280] = bytes(280)
+    return bytes(content)
+
+
+CONTENTS = [b"", b"not a zip file", b"PK\x03\x04 half of one", one_array(), damaged(60), damaged(120), damaged(2000)]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
 def test_a_file_that_is_no_archive_is_refused(folder, content):
     (folder / "leaves.npz").write_bytes(content)
+    assert not next(status for status in pcx.data.status() if status.name == "leaves").present
     with pytest.raises(pcx.data.DataError, match=r"leaves\.npz is no file of numpy\.savez"):
         pcx.data.load("leaves")
 
@@ -145,3 +169,33 @@ def test_own_files_never_hide_a_known_set_and_are_not_downloaded(folder):
     np.savez(folder / "leaves.npz", **arrays())
     with pytest.raises(pcx.data.DataError, match=r"leaves needs no download: it is here, .*leaves\.npz"):
         pcx.data.fetch("leaves")
+
+
+def test_a_run_on_other_data_of_the_same_name_is_refused(folder):
+    """Finished or not; and the record says which data they were."""
+    few = ("--set", "batch=16", "width=8", "--out", "run")
+    for changed in (False, True):
+        np.savez(folder / "leaves.npz", **arrays(60 + 4 * changed))
+        code, _, error = run_command("run", "leaves/mlp", "-a", "bp_se", "--epochs", "1", *few)
+        assert code == 2 * changed, error
+    assert error == "error: run holds a run on other data, of the name leaves as well; choose another --out.\n"
+    (kept,) = map(json.loads, (folder / "results" / "records.jsonl").read_text().splitlines())
+    assert kept["data"] == json.loads((folder / "run" / "config.json").read_text())["data"]
+    assert kept["data"] != pcx.data.load("leaves").checksum
+    np.savez(folder / "leaves.npz", **arrays())
+    assert kept["data"] == pcx.data.load("leaves").checksum
+
+
+def test_a_search_on_other_data_of_the_same_name_is_refused(folder):
+    few = ("--trials", "1", "--epochs", "1", "--out", "found", "--set", "batch=16", "width=8")
+    for changed in (False, True):
+        np.savez(folder / "leaves.npz", **arrays(60 + 4 * changed))
+        code, _, error = run_command("search", "leaves/mlp", "-a", "bp_se", *few)
+        assert code == 2 * changed, error
+    assert "was made with other data of the name leaves" in error
+
+
+def test_a_file_with_the_name_of_a_known_set_is_not_looked_at(folder):
+    np.savez(folder / "mnist.npz", **arrays())
+    with pytest.raises(pcx.data.DataError, match=r"mnist\.npz is not looked at, as mnist is the name of a known set"):
+        pcx.data.load("mnist", root=folder)

@@ -128,6 +128,17 @@ def test_a_finished_folder_returns_at_once_and_is_recorded_once(tmp_path, monkey
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_summary_that_was_lost_is_written_again_and_recorded_once(tmp_path):
+    path = tmp_path / "run"
+    first, _ = go(path)
+    (path / "summary.json").unlink()
+    second, _ = go(path)
+    assert (second["final"], second["curves"]) == (first["final"], first["curves"])
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 1
+    go(tmp_path / "other")  # a training of its own
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
+
+
 def test_quick_runs_are_marked(tmp_path):
     summary, _ = go(tmp_path / "run", seeds=(0,), quick=True)
     assert summary["quick"] is True

@@ -93,6 +93,8 @@ def train(
     fit = all(hasattr(number, "__index__") and not isinstance(number, bool) and number >= 0 for number in numbers)
     if not numbers or len(set(numbers)) < len(numbers) or not fit:
         raise ConfigError(f"seeds is {seeds!r}; give how many, or a list of whole numbers: at least one seed, each once.")
+    if twice := sorted(settings.keys() & (sweep or {}).keys()):
+        raise ConfigError(f"{twice[0]} is given as a setting and as a sweep; leave one of them away.")
     use_compilation_cache()
     config = set_values(configure(task, algorithm), settings)
     data = pcx.data.load(config.dataset)

@@ -148,7 +148,7 @@ def run_table(table: str, algorithm: str | None, seeds: int, settings: dict[str,
     print(f"{len(rows) - len(missing)} of {len(rows)} cells have a record; {len(possible)} can run here")
     algorithms, sizes = {"bp_se": 1, "bp_ce": 1, "ipc": 4}, {"tinyimagenet": 6}
     models = {"mlp": 1, "vgg5": 20, "vgg7": 30, "vgg9": 40, "resnet18": 120}
-    start = time.monotonic()
+    start, failed = time.monotonic(), list[str]()
 
     def cost(row: Row) -> int:
         """Roughly, in seconds per epoch relative to the MLP by BP."""
@@ -158,7 +158,14 @@ def run_table(table: str, algorithm: str | None, seeds: int, settings: dict[str,
         if done:
             left = (time.monotonic() - start) / done * (len(possible) - done)
             print(f"{done} of {len(possible)} done, about {left / 60:.0f} minutes left")
-        run_cell(f"{row.dataset}/{row.model}", row.algorithm, seeds, settings, None, quick)
+        try:
+            run_cell(f"{row.dataset}/{row.model}", row.algorithm, seeds, settings, None, quick)
+        except typer.Exit as stop:
+            if stop.exit_code == 130:  # Ctrl-C
+                raise
+            failed.append(f"{row.dataset}/{row.model} by {row.algorithm}")
+    if failed:
+        raise fail(f"{len(failed)} of {len(possible)} cells failed: {', '.join(failed)}.")
 
 
 class Bar:
@@ -168,6 +175,7 @@ class Bar:
         self.total, self.title = total, title
         self.bar: Any = None
         self.task: Any = None
+        self.said = time.monotonic()
 
     def __enter__(self) -> "Bar":
         if sys.stderr.isatty():
@@ -190,6 +198,14 @@ class Bar:
             self.bar.console.print(text)
         else:
             print(text, file=sys.stderr, flush=True)
+            self.said = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """What is going on: beside the bar, elsewhere a line every ten seconds."""
+        if self.bar is not None:
+            self.bar.update(self.task, note=text)
+        elif time.monotonic() - self.said > 10:
+            self.say(text)
 
     def move(self, number: int, note: str) -> None:
         if self.bar is not None:

@@ -86,7 +86,9 @@ def speed(
     random: Random = False,
     out: Out = None,
     quick: Quick = False,
-    uncompiled: Annotated[bool, typer.Option(help="also time a few steps without compiling, which takes a minute")] = True,
+    uncompiled: Annotated[
+        bool, typer.Option(help="also time a few steps without compiling (a minute; never with --quick)")
+    ] = True,
 ) -> None:
     from pcx.bench import record
     from pcx.bench import speed as work

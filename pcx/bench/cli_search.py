@@ -97,7 +97,7 @@ def work(
         with show:
             study = searching.search(
                 plan, data, place, trials, sampler=sampler, seed=seed, population=population, finalists=finalists,
-                report=show.say, on_batch=on_batch,
+                report=show.say, on_batch=on_batch, on_epoch=show.note,
             )  # fmt: skip
     except pcx.data.DataError as error:
         raise fail(error) from None

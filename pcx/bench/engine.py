@@ -130,7 +130,11 @@ class Engine:
         if len(values) != self.members:
             raise ConfigError(f"the sweep of {name} has {len(values)} values for {self.members} members; give one for each.")
         for value in values:
-            dataclasses.replace(self.config.hyper, **{name: float(value)})  # its own checks
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"the sweep of {name} has {value!r}; give numbers.") from None
+            dataclasses.replace(self.config.hyper, **{name: number})  # its own checks
 
     def _look(self) -> None:
         """Find the names of the nodes, and how members are mapped, without computing anything.

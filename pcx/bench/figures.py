@@ -101,8 +101,19 @@ def skip_lines(records: Sequence[Record]) -> dict[tuple[bool, float, str], Recor
     for r in sorted(records, key=lambda r: (len(r["seeds"]), r["time"])):
         task, algorithm = f"{r['config']['dataset']}/{r['config']['model']}", r["config"]["algorithm"]
         if (task, algorithm, r["quick"]) == (SKIP_TASK, SKIP_ALGORITHM, False):
+            if not _has_curves(r):
+                raise ConfigError(f"the record of {SKIP_TASK} of {r['time']} lacks curves or settings; remove or restore it.")
             found[_settings(r["config"])] = r
     return dict(sorted(found.items(), key=lambda item: (not item[0][0], *item[0][1:])))
+
+
+def _has_curves(r: Record) -> bool:
+    """Whether a record has what is drawn: the accuracy of every seed and epoch, and what the run was."""
+    config, curves = r["config"], r["curves"].get("test_top1") if isinstance(r.get("curves"), dict) else None
+    if not isinstance(curves, list) or not all(isinstance(curve, list) and curve for curve in curves):
+        return False
+    numbers = all(isinstance(number, int | float) for curve in curves for number in curve)
+    return numbers and isinstance(config.get("epochs"), int) and {"hyper", "options"} <= config.keys() and "diverged" in r
 
 
 def skip(records: Sequence[Record]) -> Drawn:

@@ -44,8 +44,11 @@ class Folder:
         self._lock: Any = None
 
     def __enter__(self) -> "Folder":
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / "lock", "a+")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / "lock", "a+")
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be the folder of a run ({error.strerror}); choose another --out.") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -61,12 +64,13 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def start(self, config: Config, seeds: list[int], mode: str, quick: bool) -> None:
-        """Write down what this run is."""
+    def start(self, config: Config, seeds: list[int], mode: str, quick: bool, data: str = "") -> None:
+        """Write down what this run is; ``data`` is the checksum of its data, if they are one's own."""
         facts = {"config": config.as_dict(), "seeds": seeds, "quick": quick, "digest": config.digest(), "mode": mode}
+        facts |= {"data": data} if data else {}
         atomic_write(self.path / "config.json", json.dumps(facts, indent=2).encode())
 
-    def mode_before(self, config: Config, seeds: list[int], quick: bool) -> str | None:
+    def mode_before(self, config: Config, seeds: list[int], quick: bool, data: str = "") -> str | None:
         """The mode of the run that this folder holds, None if it is new; a folder that holds another run is refused."""
         file = self.path / "config.json"
         if not file.exists():
@@ -77,8 +81,13 @@ class Folder:
         try:
             found = json.loads(file.read_bytes())
             mode, there = found["mode"], _flat(found["config"]) | {"seeds": found["seeds"], "quick": found["quick"]}
+            data_before = found.get("data", data)  # older ones have none
         except (ValueError, KeyError, TypeError):
             raise RunError(f"{file} is not the config of a run; remove {self.path} or choose another --out.") from None
+        if data_before != data:
+            raise RunError(
+                f"{self.path} holds a run on other data, of the name {config.dataset} as well; choose another --out."
+            )
         for name, mine in (_flat(config.as_dict()) | {"seeds": seeds, "quick": quick}).items():
             theirs = there.get(name)
             if theirs != mine:

@@ -1,8 +1,10 @@
 """Which way of running an epoch is fastest here: measured once per device, version and kind of run, and remembered."""
 
+import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,19 @@ def cache_folder() -> Path:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs between runs."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    """Keep compiled programs between runs, where there is a folder that can be written."""
+    folder = cache_folder() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if os.environ.get("PCX_CACHE"):
+            reason = error.strerror or error
+            raise ConfigError(
+                f"PCX_CACHE is {cache_folder()}, which cannot be written ({reason}); set another folder."
+            ) from None
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -72,7 +85,8 @@ def choose_mode(
     report("measuring how epochs run fastest here; the next run of this kind will know")
     seconds = {mode: _measure(config, data, seeds, mode) for mode in MODES if few or mode != "host_unrolled"}
     best = min(seconds, key=lambda mode: seconds[mode])
-    atomic_write(file, json.dumps({"mode": best, "seconds": seconds}).encode())
+    with contextlib.suppress(OSError):  # then it is measured again
+        atomic_write(file, json.dumps({"mode": best, "seconds": seconds}).encode())
     return best, f"epochs run as {best!r}, the fastest of {_text(seconds)}"
 
 

@@ -19,7 +19,7 @@ PROTOCOL = "final epoch, all seeds, whole test set; best_* is the best test epoc
 
 def results_file() -> Path:
     """Where records are kept: ``$PCX_RESULTS``, else ``results/records.jsonl`` below the present folder."""
-    return Path(os.environ.get("PCX_RESULTS", "results/records.jsonl"))
+    return Path(os.environ.get("PCX_RESULTS") or "results/records.jsonl")
 
 
 def _git(*arguments: str) -> str | None:
@@ -73,6 +73,9 @@ def is_record(found: Any, needed: tuple[str, ...]) -> bool:
     wanted = PARTS | (MEASURED if found.get("what") == "speed" else {})
     parts = {name: found[name] for name in wanted if name in needed}
     if any(not isinstance(part, dict) or any(inner not in part for inner in wanted[name]) for name, part in parts.items()):
+        return False
+    settings = [parts.get("config", {}).get(name, {}) for name in ("hyper", "options")]
+    if not all(isinstance(part, dict) for part in settings) or not isinstance(found.get("seeds", []), list):
         return False
     scores = [parts[name]["test_top1"] for name in ("final", "best") if name in parts]
     if not all(isinstance(score, dict) for score in scores):

@@ -114,7 +114,9 @@ def describe_stop(seed: int, stopped: dict[str, Any]) -> str:
     return f"seed {seed} stopped at epoch {stopped['epoch']}: {stopped['reason']}"
 
 
-def summarise(config: Config, seeds: list[int], lines: list[dict[str, Any]], mode: str, quick: bool) -> dict[str, Any]:
+def summarise(
+    config: Config, seeds: list[int], lines: list[dict[str, Any]], mode: str, quick: bool, data: str = ""
+) -> dict[str, Any]:
     """The record of a finished run: per seed the last epoch and the best ones, means and deviations, time, and all curves."""
     by_seed = {seed: [line for line in lines if line["seed"] == seed] for seed in seeds}
     metrics = [m for m in lines[-1] if m.endswith(("top1", "top5", "loss"))]
@@ -137,6 +139,7 @@ def summarise(config: Config, seeds: list[int], lines: list[dict[str, Any]], mod
         "seconds_per_epoch": statistics.median(seconds[1:] or seconds),
         "compile_seconds": lines[-1]["compile_seconds"],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **({"data": data} if data else {}),
         **record.environment(),
     }
 
@@ -156,7 +159,7 @@ def run(
     results = results or record.results_file()
     record.check(results)
     with Folder(path) as folder:
-        mode = folder.mode_before(config, seeds, quick)
+        mode = folder.mode_before(config, seeds, quick, data.checksum)
         finished = folder.summary()
         if finished is not None:
             report(f"{path} is finished already")
@@ -165,7 +168,7 @@ def run(
         if mode is None:
             mode, why = choose_mode(config, data, seeds, report)
             report(why)
-            folder.start(config, seeds, mode, quick)
+            folder.start(config, seeds, mode, quick, data.checksum)
         engine = Engine(config, data, seeds, mode)
         if unreached := engine.unreached():
             report(unreached)
@@ -192,7 +195,7 @@ def run(
                     saved = time.monotonic()
                 if interrupt.wanted and epoch < config.epochs:
                     raise Stopped(f"stopped after epoch {epoch} of {config.epochs}; the same command goes on from there")
-        summary = summarise(config, seeds, lines, mode, quick)
+        summary = summarise(config, seeds, lines, mode, quick, data.checksum)
         plot_curves(lines, config, path / "curves.png")
         atomic_write(path / "summary.json", json.dumps(summary, indent=2).encode())
         _record_once(results, summary)
@@ -200,8 +203,8 @@ def run(
 
 
 def _record_once(file: Path, summary: dict[str, Any]) -> None:
-    """Append the summary, unless a run that was killed right after it had done so."""
-    identity = ("digest", "seeds", "time")
+    """Append the summary, unless it is there: the run was killed right after, or its summary was lost and written again."""
+    identity = ("digest", "seeds", "curves", "seconds_per_epoch")  # seconds are those of one training
     same = [r for r in record.read(file) if all(r.get(name) == summary[name] for name in identity)]
     if not same:
         record.append(file, summary)

@@ -270,8 +270,10 @@ def without_test(data: DataSet) -> DataSet:
 class Search:
     """A study that is being worked on."""
 
-    def __init__(self, plan: Plan, study: optuna.Study, trainer: Trainer, sampler: str, seed: int, report: Report):
-        self.plan, self.study, self.trainer, self.report = plan, study, trainer, report
+    def __init__(
+        self, plan: Plan, study: optuna.Study, trainer: Trainer, sampler: str, seed: int, report: Report, on_epoch: Report
+    ):
+        self.plan, self.study, self.trainer, self.report, self.on_epoch = plan, study, trainer, report, on_epoch
         self.sampler, self.seed = sampler, seed
         self.distributions = {name: distribution(space) for name, space in plan.space.items()}
 
@@ -364,6 +366,7 @@ class Search:
                 what = f"diverged at epoch {where['epoch']}, step {where['step']}, node {where['node']}"
                 return close(trial, epoch, what, state=TrialState.PRUNED)
             trial.report(score, epoch)
+            self.on_epoch(f"trial {trial.number}: epoch {epoch} of {last}, {100 * score:.2f} %")
             if epoch == last:
                 return close(trial, epoch, f"{100 * score:.2f} %", values=score)
             if trial.should_prune():
@@ -386,6 +389,7 @@ class Search:
         def judge(i: int, epoch: int, accuracy: float, where: dict[str, Any] | None) -> bool:
             nonlocal score
             score = accuracy if where is None else None
+            self.on_epoch(f"finalist, trial {trial.number}: epoch {epoch} of {config.epochs}, {100 * accuracy:.2f} %")
             if where is None and epoch < config.epochs and interrupt.wanted:
                 raise Stopped("stopped; the same command goes on from there")
             return where is None
@@ -402,10 +406,11 @@ def short(value: Any) -> str:
 
 def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler: str = "tpe", seed: int = 0,
            population: int = 1, finalists: int = 0, report: Report = print,
-           on_batch: Callable[[optuna.Study], None] = lambda study: None) -> optuna.Study:  # fmt: skip
+           on_batch: Callable[[optuna.Study], None] = lambda study: None,
+           on_epoch: Report = lambda text: None) -> optuna.Study:  # fmt: skip
     """Work on a study until it has this many finished trials, those before included; ``population`` of them side by side.
 
-    Then train the best ``finalists`` in full, if trials are shorter than that.
+    Then train the best ``finalists`` in full, if trials are shorter than that. ``on_epoch`` is told where training is.
     """
     for name, value in (("trials", trials), ("population", population)):
         if value < 1:
@@ -417,6 +422,9 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}.")
     study = open_study(plan, storage, report)
+    if study.user_attrs.get("data", data.checksum) != data.checksum:
+        raise ConfigError(f"the study in {storage} was made with other data of the name {data.name}; give another --out.")
+    study.set_user_attr("data", data.checksum)
     done = finished(study)
     if done:
         report(f"going on with {storage} after {done} finished trials")
@@ -429,7 +437,7 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
         return study
     mode, why = choose_mode(plan.config, without_test(data) if data.train else data, plan.seeds, report)
     report(why)
-    work = Search(plan, study, Trainer(data, plan.seeds, mode), sampler, seed, report)
+    work = Search(plan, study, Trainer(data, plan.seeds, mode), sampler, seed, report, on_epoch)
     work.clear_dead()
     work.enqueue_first()
     if sampler == "grid" and (whole := len(work.grid())) > trials:
@@ -441,8 +449,10 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
             if interrupt.wanted and work.left(trials) > 0:
                 raise Stopped("stopped; the same command goes on from there")
         trainer = Trainer(data, plan.seeds, mode)  # its images may be more than those of the trials
-        for trial in work.finalists(finalists):
+        chosen = work.finalists(finalists)
+        for number, trial in enumerate(chosen, 1):
             if interrupt.wanted:
                 raise Stopped("stopped; the same command goes on from there")
+            report(f"finalist {number} of {len(chosen)}: trial {trial.number}, for {in_full(plan).epochs} epochs")
             work.train_finalist(trial, trainer, interrupt)
     return study

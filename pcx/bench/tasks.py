@@ -61,7 +61,14 @@ def pipeline(config: Config) -> Pipeline:
             return images.astype(jnp.float32)
         return augment.normalise(images, *(statistics or PIXELS), jnp.float32, scale=SCALE.get(config.dataset, 255))
 
+    def check(images: Array) -> None:
+        if config.augmentation != "none" and images.ndim != 4:
+            raise ConfigError(
+                f"{config.dataset} has rows of numbers, not images; augmentation={config.augmentation} cannot be."
+            )
+
     def train(key: Key, images: Array) -> Array:
+        check(images)
         first, second = jax.random.split(key)
         if config.augmentation.startswith("crop") and images.shape[-1] != images.shape[-2]:
             raise ConfigError(f"{config.augmentation} crops squares; images of {config.dataset} are {images.shape[-2:]}.")
@@ -74,6 +81,7 @@ def pipeline(config: Config) -> Pipeline:
         return normalise(images)
 
     def test(images: Array) -> Array:
+        check(images)
         size = CROP.get(config.augmentation)
         return normalise(images if size is None else augment.centre_crop(images, size))
 

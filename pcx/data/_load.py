@@ -28,7 +28,12 @@ def load(name: str, *, root: Root = None) -> DataSet:
         return embedded.MAKE[name]()
     if name not in SOURCES and name in (mine := own.files(_path(root))):
         return own.load(name, mine[name])
-    found = store.find(_source(name), _path(root))
+    try:
+        found = store.find(_source(name), _path(root))
+    except DataError as error:
+        taken = own.files(_path(root)).get(name)
+        hint = f" ({taken} is not looked at, as {name} is the name of a known set.)" if taken else ""
+        raise DataError(f"{error}{hint}") from error
     arrays, class_names = cache.read_or_make(found, lambda: _decode(found))
     splits = {
         split: Split(arrays[f"{split}_images"], arrays.get(f"{split}_labels"))

@@ -38,13 +38,17 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DataSet:
-    """A data set as published; ``train`` is None where only the test files are here, ``classes`` 0 without labels."""
+    """A data set as published; ``train`` is None where only the test files are here, ``classes`` 0 without labels.
+
+    ``checksum`` is that of a data set of one's own; the others are what their names say.
+    """
 
     name: str
     train: Split | None
     test: Split
     classes: int
     class_names: tuple[str, ...]
+    checksum: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

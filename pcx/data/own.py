@@ -6,13 +6,13 @@ Images are uint8 (pixels from 0 to 255), channels first or without channels, or 
 the numbers of classes, from 0.
 """
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from pcx.data import store
 from pcx.data._types import DataError, DataSet, Split
+from pcx.utils import checksum
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -26,9 +26,12 @@ def files(root: Path | None = None) -> dict[str, Path]:
 def load(name: str, path: Path) -> DataSet:
     """The data set in a file."""
     try:
-        with path.open("rb") as opened, np.load(opened) as file:
+        with path.open("rb") as opened:
+            file = np.load(opened)
+            if isinstance(file, np.ndarray):
+                raise ValueError("it holds one array without a name")
             arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever zipfile and numpy raise on a damaged file
         raise DataError(f"{path} is no file of numpy.savez ({error}).") from error
     missing = [key for key in ARRAYS if key not in arrays]
     if missing:
@@ -38,11 +41,16 @@ def load(name: str, path: Path) -> DataSet:
         described = (f"{split.images.dtype} of shape {split.images.shape[1:]}" for split in (train, test))
         raise DataError(f"{path}: images are {' in train and '.join(described)} in test; they must be alike.")
     classes = int(max(split.labels.max() for split in (train, test) if split.labels is not None)) + 1
-    return DataSet(name, train, test, classes, tuple(map(str, range(classes))))
+    if classes > len(train):
+        raise DataError(
+            f"{path}: labels go up to {classes - 1}, for {len(train)} images in train; classes are numbered from 0."
+        )
+    known = checksum({key: arrays[key] for key in ARRAYS})
+    return DataSet(name, train, test, classes, tuple(map(str, range(classes))), known)
 
 
 def _split(images: np.ndarray, labels: np.ndarray, where: str) -> Split:
-    if images.ndim not in (2, 3, 4) or not len(images):
+    if images.ndim not in (2, 3, 4) or not images.size:
         raise DataError(f"{where}_images has shape {images.shape}; give (count, channels, height, width), or rows of numbers.")
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
         raise DataError(f"{where}_images has dtype {images.dtype}; give uint8 from 0 to 255, or floats.")
@@ -53,9 +61,8 @@ def _split(images: np.ndarray, labels: np.ndarray, where: str) -> Split:
         if not np.isfinite(images).all():
             raise DataError(f"{where}_images has numbers that are not finite.")
     if not np.issubdtype(labels.dtype, np.integer) or labels.shape != images.shape[:1]:
-        raise DataError(
-            f"{where}_labels has dtype {labels.dtype} and shape {labels.shape} for {len(images)} images; give integers."
-        )
-    if labels.min() < 0:
-        raise DataError(f"{where}_labels has {labels.min()}; classes are numbered from 0.")
+        found = f"dtype {labels.dtype} and shape {labels.shape}"
+        raise DataError(f"{where}_labels has {found} for {len(images)} images; give integers of shape ({len(images)},).")
+    if labels.min() < 0 or labels.max() >= 2**31 - 1:
+        raise DataError(f"{where}_labels goes from {labels.min()} to {labels.max()}; classes are numbered from 0.")
     return Split(images[:, None] if images.ndim == 3 else images, labels.astype(np.int32))
