@@ -163,8 +163,8 @@ def test_finalists_are_trained_in_full(tmp_path, digits, monkeypatch):
     short = plan_of({"lr_theta": ("choice", 3e-3)})
     assert search.in_full(short) == dataclasses.replace(short.config, epochs=40, train_limit=0)
     monkeypatch.setattr(search, "in_full", lambda plan: dataclasses.replace(plan.config, epochs=5, train_limit=0))
-    place, said = str(tmp_path / "study.log"), list[str]()
-    study = search.search(short, digits, place, 1, finalists=2, report=said.append)
+    place, said, seen = str(tmp_path / "study.log"), list[str](), list[str]()
+    study = search.search(short, digits, place, 1, finalists=2, report=said.append, on_epoch=seen.append)
     full = TINY | {"epochs": 5, "train_limit": 0}
     engine = Engine(configure("digits/mlp", "pc_se", **full, validation=0.1, lr_theta=3e-3), digits, [0])
     population = engine.init()
@@ -172,7 +172,10 @@ def test_finalists_are_trained_in_full(tmp_path, digits, monkeypatch):
         population, _ = engine.epoch(population, number)
     expected = float(engine.evaluate(population, "validation")["validation_top1"][0])
     assert search.finals(study) == {0: pytest.approx(expected, abs=1e-9)}
+    assert said[-2] == "finalist 1 of 1: trial 0, for 5 epochs"
     assert said[-1] == f"finalist, trial 0: {100 * expected:.2f} % after 5 epochs"
+    assert [text.split(" of ")[0] for text in seen[-5:]] == [f"finalist, trial 0: epoch {n}" for n in range(1, 6)]
+    assert seen[-1] == f"finalist, trial 0: epoch 5 of 5, {100 * expected:.2f} %"
     monkeypatch.setattr(search.Trainer, "train", lambda *_: pytest.fail("trained again"))
     again = search.search(short, digits, place, 1, finalists=2, report=said.append)
     assert search.winner(again)[1] == pytest.approx(expected, abs=1e-9)
@@ -344,7 +347,7 @@ def test_the_seed_of_the_sampler_matters(tmp_path, digits):
     plan, first = plan_of({"lr_h": ("uniform", 0.01, 0.1)}), []
     trainer = search.Trainer(digits, [0], "scan")
     for seed in (3, 4):
-        work = search.Search(plan, search.open_study(plan, str(tmp_path / str(seed))), trainer, "random", seed, print)
+        work = search.Search(plan, search.open_study(plan, str(tmp_path / str(seed))), trainer, "random", seed, print, print)
         first.append(work.ask().params)
     assert first[0] != first[1]
 
