@@ -15,7 +15,7 @@ from helpers import go_to_an_empty_place, run_command
 
 import pcx.algorithms
 import pcx.data
-from pcx.bench import cli, runs, script
+from pcx.bench import cli, modes, runs, script
 from pcx.bench.folder import RunError
 
 COLUMNS = "dataset,model,algorithm,metric,paper,final_mean,final_std,best_mean,seeds"
@@ -621,6 +621,31 @@ def test_a_table_can_be_run_by_one_algorithm(started):
     assert code == 0
     assert "0 of 14 cells have a record; 1 can run here" in out
     assert [(call["config"].task, call["config"].algorithm) for call in started] == [("mnist/mlp", "pc_se")]
+
+
+# --- caches and progress
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    """One that was asked for is refused before anything is measured; without the platform's own nothing is kept."""
+    brief = ("run", "digits/mlp", "-a", "bp_se", "--epochs", "1", "--set", "width=8", "train_limit=200")
+    monkeypatch.setenv("PCX_CACHE", "/dev/null/x")
+    code, _, err = run_command(*brief)
+    assert (code, err) == (2, "error: PCX_CACHE is /dev/null/x, which cannot be written (Not a directory); set another folder.\n")
+    monkeypatch.delenv("PCX_CACHE")
+    monkeypatch.setattr(modes, "platform_cache", lambda: Path("/dev/null/x"))
+    code, _, err = run_command(*brief)
+    assert code == 0, err
+
+
+def test_without_a_terminal_a_note_is_a_line_every_ten_seconds(capsys):
+    bar = cli.Bar(3, "title")
+    with bar:
+        bar.note("first")
+        bar.said -= 11
+        bar.note("second")
+        bar.note("third")
+    assert capsys.readouterr().err == "second\n"
 
 
 # --- what is not installed
