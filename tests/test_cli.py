@@ -631,7 +631,8 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     brief = ("run", "digits/mlp", "-a", "bp_se", "--epochs", "1", "--set", "width=8", "train_limit=200")
     monkeypatch.setenv("PCX_CACHE", "/dev/null/x")
     code, _, err = run_command(*brief)
-    assert (code, err) == (2, "error: PCX_CACHE is /dev/null/x, which cannot be written (Not a directory); set another folder.\n")
+    reason = "which cannot be written (Not a directory); set another folder."
+    assert (code, err) == (2, f"error: PCX_CACHE is /dev/null/x, {reason}\n")
     monkeypatch.delenv("PCX_CACHE")
     monkeypatch.setattr(modes, "platform_cache", lambda: Path("/dev/null/x"))
     code, _, err = run_command(*brief)
