@@ -75,9 +75,8 @@ def is_record(found: Any, needed: tuple[str, ...]) -> bool:
     if any(not isinstance(part, dict) or any(inner not in part for inner in wanted[name]) for name, part in parts.items()):
         return False
     settings = [parts.get("config", {}).get(name, {}) for name in ("hyper", "options")]
-    if not all(isinstance(part, dict) for part in settings) or not isinstance(
-        found["seeds"] if "seeds" in needed else [], list
-    ):
+    seeds = found["seeds"] if "seeds" in needed else []
+    if not isinstance(seeds, list) or not all(isinstance(part, dict) for part in settings):
         return False
     scores = [parts[name]["test_top1"] for name in ("final", "best") if name in parts]
     if not all(isinstance(score, dict) for score in scores):
