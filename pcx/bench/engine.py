@@ -32,8 +32,13 @@ from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
 
 MODES = ("scan", "host", "host_unrolled")
-PRECISION = {"float32": "float32", "tf32": "tensorfloat32", "bf16": "bfloat16", "bf16_state": "bfloat16"}
-PRECISION |= {"tf32_plain": "tensorfloat32"}
+PRECISION = {
+    "float32": "float32",
+    "tf32": "tensorfloat32",
+    "tf32_plain": "tensorfloat32",
+    "bf16": "bfloat16",
+    "bf16_state": "bfloat16",
+}
 INFERENCE = {"bf16_state": {"state_dtype": jnp.bfloat16}, "tf32_plain": {"shortcuts": Shortcuts(anchor=False)}}
 EVALUATION_BATCH = 500
 FEW_CORES = 4  # up to so many CPU cores members are trained one after the other

@@ -422,9 +422,10 @@ def search(plan: Plan, data: DataSet, storage: str, trials: int = 50, *, sampler
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}.")
     study = open_study(plan, storage, report)
-    if study.user_attrs.get("data", data.checksum) != data.checksum:
+    if "data" not in study.user_attrs:
+        study.set_user_attr("data", data.checksum)
+    elif study.user_attrs["data"] != data.checksum:
         raise ConfigError(f"the study in {storage} was made with other data of the name {data.name}; give another --out.")
-    study.set_user_attr("data", data.checksum)
     done = finished(study)
     if done:
         report(f"going on with {storage} after {done} finished trials")
