@@ -255,6 +255,23 @@ def test_no_product_more_in_a_compiled_training_step():
     assert dots(pcx.ALL_SHORTCUTS) == dots(PLAIN) == 31 + 3 + 4
 
 
+def subtractions_from_itself(jaxpr) -> int:
+    parameters = [getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in eqn.params.values()]
+    inner = [p for p in parameters if hasattr(p, "eqns")]
+    here = sum(eqn.primitive.name == "sub" and eqn.invars[0] is eqn.invars[1] for eqn in jaxpr.eqns)
+    return here + sum(map(subtractions_from_itself, inner))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_constant_prediction_that_is_the_start_is_not_read(name):
+    """The first node's error is then its displacement: no ``u - h₀`` of two arrays that are one."""
+    model, x, observed = problem(name)
+    options = {"optimiser": optax.sgd(0.1), "steps": 6, "shortcuts": pcx.Shortcuts(stack=False)}
+    with jax.default_matmul_precision(TF32):
+        program = jax.make_jaxpr(lambda x, o: pcx.infer(model, x, o, **options).values)(x, observed)
+    assert subtractions_from_itself(program.jaxpr) == 0
+
+
 def test_products_inside_of_jit_are_found():
     def function(x, w):
         return jnp.sum(jax.jit(lambda x: jnp.tanh(x @ w))(x) @ w)
