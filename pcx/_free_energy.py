@@ -266,8 +266,7 @@ def factor_energies(
         one = functools.partial(weighted, energy, precision=precision, name=name)
         h, u = known[name], predictions[name]
         if isinstance(values, Displaced) and getattr(energy, "difference", False):
-            start = values.start[name]
-            h, u = values.by[name], jnp.zeros_like(u) if u is start else u - start
+            h, u = values.by[name], jnp.zeros_like(u) if u is values.start[name] else u - values.start[name]
         result[name] = jax.vmap(one)(h, u)
         if result[name].ndim != 1:
             raise ModelError(f"the energy of node {name!r} has shape {result[name].shape[1:]} per sample; return one number.")
