@@ -34,6 +34,7 @@ from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Node
 from pcx.shortcuts import products
 from pcx.shortcuts.kernel import ChainKernel
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
+from pcx.shortcuts.pooling import PooledErrors
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, once, repeat
 
@@ -145,6 +146,7 @@ class _Task:
             self.stacks = self.program.stacked_weights() if shortcuts.stack else None
             if shortcuts.anchor and (state_dtype is not None or products.worthwhile(self.dtype)):
                 self.anchor = self.program.anchor(start.values)
+        self.pooled = PooledErrors(self)
 
     def first(self) -> Nodes[Array]:
         """The state of the loop: the values of the free nodes, or, with an anchor, how far they are from their start."""
@@ -190,12 +192,7 @@ class _Task:
         return factor_energies(self.factors_of(names, step), values, predictions)
 
     def gradient(
-        self,
-        free: Nodes[Array],
-        step: Any,
-        active: list[str],
-        targets: list[str],
-        moved: Iterable[str] | None = None,
+        self, free: Nodes[Array], step: Any, active: list[str], targets: list[str], moved: Iterable[str] | None = None
     ) -> Nodes[Array]:
         """The gradient of the active energies, summed over nodes and batch, for the target nodes.
 
@@ -203,7 +200,8 @@ class _Task:
         """
 
         def total(moving: Nodes[Array]) -> Array:
-            parts = self.energy_of(free | moving, step, active, moved)
+            parts = self.pooled(free | moving, active, self.free if moved is None else moved)
+            parts |= self.energy_of(free | moving, step, [name for name in active if name not in parts], moved)
             return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros((), self.dtype))
 
         gradients = jax.grad(total)(free.only(targets))

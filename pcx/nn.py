@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from pcx._model import Layer
 from pcx._types import Key, ModelError
+from pcx.shortcuts.pooling import INCREASING, pool_name
 
 
 class _Stream:
@@ -127,8 +128,13 @@ def _hashable(item: Any) -> Any:
     return tuple(item) if isinstance(item, list | tuple) else item
 
 
-# Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
-INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
+@functools.cache
+def _named_pool(activation: Any) -> Any:
+    def pool(x: Array) -> Array:
+        return activation(largest_2x2(x, None))
+
+    pool.__name__ = pool_name(activation)
+    return jax.jit(pool)
 
 
 def max_pool_2x2(x: Float[Array, "*channels height width"]) -> Float[Array, "*channels half_height half_width"]:
@@ -210,7 +216,9 @@ class MaxPool2d(eqx.Module):
         """``pool(activation(x))`` with less work in its gradient: the activation's derivative is taken at the maxima only."""
         apply = (lambda x: x) if activation is None else activation
         if self.selects and self.kernel_size == self.stride == (2, 2) and self.padding == 0:
-            return apply(largest_2x2(x, None if activation in INCREASING else activation))
+            if activation in INCREASING:
+                return _named_pool(activation)(x)
+            return apply(largest_2x2(x, activation))
         return eqx.nn.MaxPool2d(self.kernel_size, self.stride, self.padding)(apply(x))
 
 

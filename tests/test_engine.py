@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pcx
 import pcx.algorithms
 import pcx.data
 from pcx.bench import configure, modes
@@ -219,6 +220,60 @@ def test_a_state_in_bfloat16_and_plain_products_are_of_the_algorithms_that_settl
         found.append(member(population.states, 0))
     assert (difference(*found) > 0) == kept
     assert difference(*found) < 1e-3
+
+
+class Lowered:
+    """A program that knows some options of a compiler only."""
+
+    def __init__(self, known):
+        self.known, self.asked = known, []
+
+    def compile(self, compiler_options=None):
+        self.asked.append(compiler_options)
+        unknown = [name for name in compiler_options or {} if name not in self.known]
+        if unknown:
+            raise jax.errors.JaxRuntimeError(f"INVALID_ARGUMENT: No such compile option: '{unknown[0]}'")
+        return "compiled"
+
+
+def test_options_of_the_compiler_are_those_of_a_gpu_and_left_out_where_they_are_unknown(single, monkeypatch):
+    engine = Engine(config(), DIGITS, [0])
+    dense, convolutional = engine_module.DENSE, engine_module.CONVOLUTIONAL
+    program = Lowered(dense)
+    assert engine._compile(program) == "compiled"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert engine._compile(program) == "compiled"
+    engine.kernels = True
+    assert engine._compile(program) == "compiled"
+    assert program.asked == [None, dense, convolutional, None]
+    full = Lowered(dense)
+    full.compile = lambda **_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("out of memory"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        engine._compile(full)
+
+
+def test_the_compiler_knows_these_options():
+    for options in (engine_module.DENSE, engine_module.CONVOLUTIONAL):
+        assert jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)(1.0) == 2
+
+
+def test_convolutions_on_a_gpu_ask_for_kernels(single, monkeypatch):
+    """And dense layers, or a CPU, do not."""
+    asked, original = [], engine_module.make_algorithm
+
+    def make(config, hyper, steps, **options):
+        asked.append(options.get("shortcuts"))
+        return original(config, hyper, steps, **options)
+
+    monkeypatch.setattr(engine_module, "make_algorithm", make)
+    split = Split(np.zeros((130, 3, 32, 32), np.uint8), np.zeros(130, np.int32))
+    images = DataSet("cifar10", split, split, 10, ())
+    pairs = (("cifar10/vgg5", images, "gpu"), ("cifar10/vgg5", images, "cpu"), ("digits/mlp", DIGITS, "gpu"))
+    for task, data, backend in pairs:
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        engine = Engine(configure(task, "pc_se"), data, [0])
+        engine._algorithm(jax.tree.map(lambda a: a[0], engine.floats))
+    assert asked == [pcx.Shortcuts(kernel=True), None, None]
 
 
 def test_a_streaming_engine_keeps_one_batch_on_the_device(monkeypatch):

@@ -58,7 +58,7 @@ RANKS = [
     {"_model"},
     {"_free_energy", "shortcuts.zeros", "shortcuts.products", "optim"},
     {"shortcuts.plan"},
-    {"shortcuts.stack"},
+    {"shortcuts.stack", "shortcuts.pooling"},
     {"shortcuts.kernel"},
     {"_infer"},
     {"_learn"},

@@ -255,6 +255,25 @@ def test_no_product_more_in_a_compiled_training_step():
     assert dots(pcx.ALL_SHORTCUTS) == dots(PLAIN) == 31 + 3 + 4
 
 
+def test_errors_sent_back_by_turned_kernels(monkeypatch):
+    """For small images, on a GPU in tensorfloat32: the same numbers, and no convolution more."""
+    model, x, observed = problem("convolutional")
+    plain = settle(model, x, observed, TF32)
+    monkeypatch.setattr(products, "on_gpu", lambda: True)
+    turned = settle(model, x, observed, TF32)
+    assert largest_difference(plain.values, turned.values) < 1e-13
+
+    def programs(limit):
+        monkeypatch.setattr(products, "SMALL", limit)
+        with jax.default_matmul_precision(TF32):
+            options = {"optimiser": optax.sgd(0.1), "steps": 6}
+            return jax.make_jaxpr(lambda x, o: pcx.infer(model, x, o, **options).values)(x, observed).jaxpr
+
+    small, none = programs(64), programs(0)
+    assert count(small) == count(none)
+    assert count(small, ["rev"]) > count(none, ["rev"]) > 0  # each derivative turns its kernel, then back
+
+
 def subtractions_from_itself(jaxpr) -> int:
     parameters = [getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in eqn.params.values()]
     inner = [p for p in parameters if hasattr(p, "eqns")]

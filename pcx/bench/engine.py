@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 import pcx.algorithms
 from pcx._free_energy import graph, output_node, run
 from pcx._model import weights
-from pcx._types import Key, Shortcuts, near
+from pcx._types import ALL_SHORTCUTS, Key, Shortcuts, near
 from pcx.algorithms import State, stream
 from pcx.algorithms._common import ENERGY
 from pcx.bench.config import Config, ConfigError
@@ -40,6 +40,10 @@ PRECISION = {
     "bf16_state": "bfloat16",
 }
 INFERENCE = {"bf16_state": {"state_dtype": jnp.bfloat16}, "tf32_plain": {"shortcuts": Shortcuts(anchor=False)}}
+# Options of the compiler on a GPU. Small kernels of dense layers that need not wait for each other run side by side; that
+# makes convolutions no faster. For these it need not try several kernels for every elementwise one: it gains nothing by it.
+DENSE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+CONVOLUTIONAL = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 EVALUATION_BATCH = 500
 FEW_CORES = 4  # up to so many CPU cores members are trained one after the other
 CHUNK = 16  # steps whose batches a streaming host sends at once
@@ -148,9 +152,9 @@ class Engine:
         have enough to do with one member.
         """
         model = build_model(self.config, self.shape, self.classes, jax.random.key(0))
-        kernels = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
+        self.kernels = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
         few_cores = jax.default_backend() == "cpu" and (os.cpu_count() or 1) <= FEW_CORES
-        self.looped = kernels or few_cores if self.config.population == "auto" else self.config.population == "map"
+        self.looped = self.kernels or few_cores if self.config.population == "auto" else self.config.population == "map"
         example = jnp.zeros((2, *self.shape))
         self.output = output_node(model, example)
         parents = graph(model, example).parents
@@ -176,6 +180,8 @@ class Engine:
         parameters = inspect.signature(make).parameters
         wanted: dict[str, Any] = {"unroll": True} if self.mode == "host_unrolled" else {}
         wanted |= INFERENCE.get(self.config.precision, {})
+        if self.kernels and jax.default_backend() == "gpu":
+            wanted["shortcuts"] = wanted.get("shortcuts", ALL_SHORTCUTS)._replace(kernel=True)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         options = {name: value for name, value in wanted.items() if any_name or name in parameters}
         return make_algorithm(
@@ -284,9 +290,19 @@ class Engine:
         if name not in self._compiled:
             start = time.perf_counter()
             with jax.default_matmul_precision(PRECISION[self.config.precision]):
-                self._compiled[name] = function.lower(*arguments).compile()
+                self._compiled[name] = self._compile(function.lower(*arguments))
             self.timing.compile += time.perf_counter() - start
         return self._compiled[name](*arguments)
+
+    def _compile(self, lowered: Any) -> Any:
+        """A program with the options of this device, or without them, where the compiler does not know them."""
+        options = CONVOLUTIONAL if self.kernels else DENSE
+        try:
+            return lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)
+        except jax.errors.JaxRuntimeError as error:
+            if not any(name in str(error) for name in options):
+                raise
+            return lowered.compile()
 
     def prepare(self) -> "Engine":
         """Compile the programs of weights and of an epoch side by side, before either is called; returns itself.
@@ -297,10 +313,10 @@ class Engine:
             start = time.perf_counter()
             with jax.default_matmul_precision(PRECISION[self.config.precision]), ThreadPoolExecutor(1) as pool:
                 fresh = self._init.trace(self.keys, self.floats, self.arrays)
-                first = pool.submit(fresh.lower().compile)
+                first = pool.submit(self._compile, fresh.lower())
                 population = Population(fresh.out_info, jax.eval_shape(self._healthy))
                 at = jax.ShapeDtypeStruct((), jnp.int32)
-                epoch = self._epoch.lower(population, self.floats, self.keys, self.arrays, at).compile()
+                epoch = self._compile(self._epoch.lower(population, self.floats, self.keys, self.arrays, at))
                 self._compiled |= {"epoch": epoch, "init": first.result()}
             self.timing.compile += time.perf_counter() - start
         return self

@@ -12,8 +12,9 @@ a state that is the displacement ``h - h₀`` itself (`pcx.infer`), errors far b
 products of full float32 are anchored too.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = ("dot_general", "conv_general_dilated")
 # These move numbers without changing them, so that the displacement of the output is that of the input, moved alike.
 MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy")
+SMALL = 64  # pixels of an image
 FIXED: Any = None  # an operand that does not depend on what moved
 UNKNOWN: Any = object()  # one that does, by an unknown amount
 Product = Callable[[JaxprEqn, list[Any], list[Any], Any], Any]  # equation, operands, their displacements, its place
@@ -119,10 +121,20 @@ class Anchor:
         moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
             return _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
-        start, rounded, value = self.known[place]
+        value = self.known[place][2]
         if any(moving):
-            by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
-            value = value + _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
+            return value + self.moving(eqn, operands, away, place)
+        return self._derived(eqn, value, operands, moving, place)
+
+    def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
+        """By how much a product has moved since the start; its derivative is that of the product."""
+        start, rounded, _ = self.known[place]
+        by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
+        moved = _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
+        return self._derived(eqn, moved, operands, [b is not FIXED for b in away], place)
+
+    def _derived(self, eqn: JaxprEqn, value: Array, operands: list[Array], moving: list[bool], place: Any) -> Array:
+        rounded = self.known[place][1]
         both = [low(x) if moves else r for x, r, moves in zip(operands, rounded, moving, strict=True)]
         return _with_derivative(eqn, value, both, *operands)
 
@@ -149,12 +161,32 @@ def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Arr
     def jvp(primals: Any, tangents: Any) -> Any:
         _, _, value, low_lhs, low_rhs = primals
         left, right, *_ = tangents
-        parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, low_rhs)]
+        parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, _turned(eqn, low_rhs))]
         parts += [] if isinstance(right, SymbolicZero) else [_low(eqn, low_lhs, right)]
         return value, sum(parts) if parts else jnp.zeros_like(value)
 
     product.defjvp(jvp, symbolic_zeros=True)
     return product(lhs, rhs, value, *rounded)
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _turned(eqn: JaxprEqn, kernel: Array) -> Array:
+    """The kernel of a convolution, written so that errors are sent back by a forward convolution with the turned kernel.
+
+    For small images in tensorfloat32 that is the faster one. What is turned once more by the derivative is known to a compiler.
+    """
+    if eqn.primitive.name != "conv_general_dilated" or not on_gpu() or precision() != "tensorfloat32":
+        return kernel
+    numbers, image = eqn.params["dimension_numbers"], cast(Any, eqn.invars[0].aval)
+    pixels = math.prod(image.shape[axis] for axis in numbers.lhs_spec[2:])
+    plain = {*eqn.params["window_strides"], *eqn.params["lhs_dilation"]} == {1}
+    if pixels > SMALL or not plain:
+        return kernel
+    axes = numbers.rhs_spec[2:]
+    return jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(kernel, axes)), axes)
 
 
 def rounded(function: F) -> F:

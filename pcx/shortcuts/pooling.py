@@ -1,0 +1,207 @@
+"""The error of a node behind 2×2 pooling as one kernel, on a GPU.
+
+Such a node is predicted by ``act(max(z))``, the largest of four pixels of a product. Its error needs the largest pixel, and
+what is sent back goes to that pixel alone; a compiler makes three kernels of it, which write and read the largest pixels, their
+places and the error in between. Here a block reads the four pixels of some windows and writes the error of the node, and of the
+pixels. The arithmetic is that of `pcx.nn.MaxPool2d`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+from jaxtyping import Array, Float
+
+from pcx._energies import squared_error
+from pcx.shortcuts.plan import Program
+from pcx.shortcuts.products import PRODUCTS, Anchor, interpret, low, precision
+
+# Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
+INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
+CHANNELS = 128  # of a block, at most; two windows of a row are a block
+WARPS = 2
+INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
+CORNERS = [*itertools.product((0, 1), (0, 1))]
+
+
+def pool_name(activation: Any) -> str:
+    """What programs call 2×2 pooling (`pcx.nn.MaxPool2d`) with one of these, so that it can be found there."""
+    return f"max_pool_2x2_{activation.__name__}"
+
+
+ACTIVATIONS = {pool_name(activation): activation for activation in INCREASING}
+
+
+class PooledErrors:
+    """Of an inference problem (`pcx._infer`) the nodes whose errors a kernel takes, and their energies."""
+
+    def __init__(self, task: Any):
+        self.task, self.nodes = task, dict[str, PooledError]()
+        if task.shortcuts.kernel and task.anchor is not None and (INTERPRET or jax.default_backend() == "gpu"):
+            factors = task.factors_of(list(task.energies), 0)
+            plain = [name for name, (energy, pi) in factors.items() if energy is squared_error and pi is None]
+            found = {name: PooledError.of(task.program, name) for name in plain if name in task.free and name not in task.fixed}
+            self.nodes = {name: node for name, node in found.items() if node is not None}
+
+    def __call__(self, free: Mapping[str, Array], names: Iterable[str], moved: Iterable[str]) -> dict[str, Array]:
+        """The energies of those of the named nodes that are predicted from one that has moved."""
+        here = [name for name in names if name in self.nodes and self.nodes[name].parent in set(moved)]
+        return {name: self.nodes[name](self.task, free) for name in here}
+
+
+class PooledError:
+    """A node that is predicted by a convolution of one other, a bias, an activation and 2×2 pooling."""
+
+    def __init__(self, program: Program, name: str, parent: str, product: int, bias: Any, activation: Callable[[Array], Array]):
+        self.program, self.name, self.parent = program, name, parent
+        self.product, self.bias, self.activation = product, bias, activation
+
+    @staticmethod
+    def of(program: Program, name: str) -> "PooledError | None":
+        """The kernel for a node, if its prediction is such a program, else None."""
+        piece, output = program.pieces[name], program.outputs[name]
+        places = [i for i, eqn in enumerate(piece) if eqn.primitive.name in PRODUCTS]
+        parents = program.parents[name]
+        activation = ACTIVATIONS.get(piece[-1].params.get("name", "")) if piece else None
+        if len(places) != 1 or len(parents) != 1 or activation is None or piece[-1].outvars != [output]:
+            return None
+        product, between = piece[places[0]], piece[places[0] + 1 : -1]
+        bias = _added(between, product.outvars[0], piece[-1].invars[0])
+        shape = cast(Any, product.outvars[0].aval).shape
+        fits = len(shape) == 4 and not any(size % 2 for size in shape[2:]) and _channels(shape[1]) >= 16
+        if bias is None or not fits or bias.aval.size != shape[1] or bias not in program.free_variables[name]:
+            return None
+        return PooledError(program, name, next(iter(parents)), places[0], bias, activation)
+
+    def __call__(self, task: Any, free: Mapping[str, Array]) -> Float[Array, " batch"]:
+        program, piece, anchor = self.program, self.program.pieces[self.name], task.anchor
+        values, by = task.all_values(free), free[self.name]
+        known = program._known(values.values, None)
+        product, place = piece[self.product], (piece[self.product].outvars[0],)
+        away = {program.inputs[self.parent]: values.by[self.parent]}
+        hook = functools.partial(_moving, anchor)
+        moving = interpret(program.jaxpr, piece[: self.product + 1], known, [product.outvars[0]], hook, away)[0]
+        start, base = values.start[self.name], anchor.known[place][2]
+        at_prediction = start is task.start.predictions[self.name]
+        if precision() == "bfloat16":  # both products are in bfloat16 as they come
+            fixed = (low(base),) if at_prediction else (low(base), start)
+            return _energy(self.activation, low(moving), by, fixed, known[self.bias].reshape(-1))
+        return _energy(self.activation, base + moving, by, (start,), known[self.bias].reshape(-1))
+
+
+def _moving(anchor: Anchor, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
+    return anchor.moving(eqn, operands, away, place)
+
+
+def _added(eqns: list[JaxprEqn], product: Any, result: Any) -> Any:
+    """The array that some equations add to a product, if they do nothing else, else None."""
+    same, source, found = {product}, dict[Any, Any](), []
+    for eqn in eqns:
+        name, (first, *rest), (out,) = eqn.primitive.name, eqn.invars, eqn.outvars
+        if any(isinstance(atom, Literal) for atom in eqn.invars):
+            return None
+        if name in ("reshape", "squeeze", "broadcast_in_dim") and not rest:
+            if first in same:
+                same.add(out)
+            else:
+                source[out] = source.get(first, first)
+        elif name == "add" and (first in same) != (rest[0] in same):
+            other = rest[0] if first in same else first
+            found.append(source.get(other, other))
+            same.add(out)
+        else:
+            return None
+    return found[0] if len(found) == 1 and result in same else None
+
+
+def _channels(count: int) -> int:
+    """The channels of a block: a power of two that divides their number."""
+    return min(CHANNELS, count & -count)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _energy(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> Float[Array, " batch"]:
+    """``½ Σ (by - (act(max(z)) - start))²`` of every sample. ``fixed`` is the start, or the known part of ``z``, or both."""
+    return _forward(activation, moving, by, fixed, bias)[0]
+
+
+def _forward(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> Any:
+    error, pixels = _launch(activation, moving, by, fixed, bias)
+    return 0.5 * jnp.sum(jnp.square(error.astype(bias.dtype)), axis=(1, 2, 3)), (error, pixels, fixed, bias)
+
+
+def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
+    error, pixels, *rest = kept
+    scale = cotangent.reshape(-1, 1, 1, 1)
+    return scale.astype(pixels.dtype) * pixels, scale.astype(error.dtype) * error, *jax.tree.map(jnp.zeros_like, rest)
+
+
+_energy.defvjp(_forward, _backward)
+
+
+def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> tuple[Array, Array]:
+    """The error of the node, and the gradient of its energy for the product, which has four pixels for each of the node's."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (samples, channels, height, width), dtype = by.shape, bias.dtype
+
+    def windows(pixels: Array) -> Array:
+        return pixels.transpose(0, 2, 3, 1).reshape(samples * height, 2, width, 2, channels)
+
+    def rows(values: Array) -> Array:
+        return values.transpose(0, 2, 3, 1).reshape(samples * height, width, channels)
+
+    large = [array.shape != by.shape for array in fixed]
+    size, columns = _channels(channels), 2 - width % 2
+    whole = pl.BlockSpec((1, 2, columns, 2, size), lambda r, w, c: (r, 0, w, 0, c))
+    part = pl.BlockSpec((1, columns, size), lambda r, w, c: (r, w, c))
+
+    def corners(ref: Any) -> list[Array]:
+        return [ref[:, i, :, j, :].astype(dtype) for i, j in CORNERS]
+
+    def kernel(*refs: Any) -> None:
+        moving, by, bias, *fixed, error, pixels = refs
+        offset = bias[...]
+        base = [corners(ref) for ref, is_large in zip(fixed, large, strict=True) if is_large]
+        z = [m + offset for m in corners(moving)]
+        if base:
+            z = [(b + m) + offset for b, m in zip(base[0], corners(moving), strict=True)]
+        a, b, c, d = z
+        upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
+        prediction, back = jax.vjp(activation, jnp.maximum(upper, lower))
+        if all(large):
+            start = activation(functools.reduce(jnp.maximum, [b + offset for b in base[0]]))
+        else:
+            start = fixed[-1][...].astype(dtype)
+        found = by[...].astype(dtype) - (prediction - start)
+        (sent,) = back(-found)
+        above = upper >= lower
+        chosen = (above & (a >= b), above & (a < b), ~above & (c >= d), ~above & (c < d))
+        for (i, j), here in zip(CORNERS, chosen, strict=True):
+            pixels[:, i, :, j, :] = jnp.where(here, sent, 0).astype(pixels.dtype)
+        error[...] = found.astype(error.dtype)
+
+    found, sent = pl.pallas_call(
+        kernel,
+        grid=(samples * height, width // columns, channels // size),
+        in_specs=[
+            whole,
+            part,
+            pl.BlockSpec((size,), lambda r, w, c: (c,)),
+            *(whole if is_large else part for is_large in large),
+        ],
+        out_specs=[part, whole],
+        out_shape=[
+            jax.ShapeDtypeStruct((samples * height, width, channels), by.dtype),
+            jax.ShapeDtypeStruct((samples * height, 2, width, 2, channels), moving.dtype),
+        ],
+        interpret=INTERPRET,
+        compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
+    )(windows(moving), rows(by), bias, *(windows(a) if is_large else rows(a) for a, is_large in zip(fixed, large, strict=True)))
+    error = found.reshape(samples, height, width, channels).transpose(0, 3, 1, 2)
+    return error, sent.reshape(samples, 2 * height, 2 * width, channels).transpose(0, 3, 1, 2)

@@ -1,0 +1,190 @@
+"""The error of a node behind 2×2 pooling in one kernel, interpreted: the same numbers as without it."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import largest_difference
+
+import pcx
+import pcx.nn as pxnn
+from pcx.models._vgg import VGG
+from pcx.shortcuts import pooling
+from pcx.shortcuts.zeros import count
+
+KERNEL = pcx.Shortcuts(kernel=True)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(pooling, "INTERPRET", True)
+
+
+def network(activation="leaky_relu", channels=(16, 32, 48), shape=(3, 16, 16), dtype=jnp.float64):
+    pxnn.seed(0)
+    model = VGG(shape, 5, channels, [1] * 3, [True, True, False], activation)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_array(leaf) else leaf, model)
+
+
+def problem(model, shape=(3, 16, 16)):
+    dtype = model.head.weight.dtype
+    x = jax.random.normal(jax.random.key(1), (4, *shape), dtype)
+    return x, {"vodes.3": jax.nn.one_hot(jnp.arange(4), 5, dtype=dtype)}
+
+
+def settle(model, x, observed, products, kernel, **options):
+    options = {"optimiser": optax.sgd(0.1, momentum=0.5), "steps": 6} | options
+    shortcuts = KERNEL if kernel else pcx.ALL_SHORTCUTS
+
+    def run(x, observed):
+        return pcx.infer(model, x, observed, shortcuts=shortcuts, **options)
+
+    with jax.default_matmul_precision(products):
+        kernels = count(jax.make_jaxpr(lambda *given: run(*given).values)(x, observed).jaxpr, ["pallas_call"])
+        # compiled, roundings to bfloat16 are left out where a compiler sees both sides of them: not in a kernel
+        return (run if products == "bfloat16" else eqx.filter_jit(run))(x, observed), kernels
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("init", ["forward", "zeros"])
+@pytest.mark.parametrize("precision", ["tensorfloat32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_equal(dtype, precision, init, activation):
+    model = network(activation, dtype=dtype)
+    x, observed = problem(model)
+    plain, none = settle(model, x, observed, precision, False, init=init)
+    quick, kernels = settle(model, x, observed, precision, True, init=init)
+    assert none == 0
+    assert kernels > 0
+    bound = 0 if precision == "bfloat16" else {jnp.float32: 1e-5, jnp.float64: 1e-13}[dtype]
+    sizes = [float(jnp.max(jnp.abs(part))) for part in plain.displaced.by.values()]
+    assert min(sizes[:-1]) > 0
+    assert largest_difference(plain.displaced.by, quick.displaced.by) <= bound * max(sizes)
+
+
+def test_a_state_in_bfloat16():
+    """The node's error is rounded once more on its way, by half a unit of bfloat16's eight bits."""
+    model = network(dtype=jnp.float32)
+    x, observed = problem(model)
+    plain, quick = (settle(model, x, observed, "bfloat16", k, state_dtype=jnp.bfloat16)[0] for k in (False, True))
+    for name in ("vodes.0", "vodes.1", "vodes.2"):
+        size = float(jnp.max(jnp.abs(plain.displaced.by[name])))
+        assert size > 0
+        assert float(jnp.max(jnp.abs(plain.displaced.by[name] - quick.displaced.by[name]))) <= 6 * 2**-9 * size
+
+
+def test_the_wave_front_and_constants_stay():
+    """Two of four nodes are pooled; the first has a constant prediction, and the second moves when its parent has."""
+    model = network(dtype=jnp.float32)
+    x, observed = problem(model)
+    counts = [settle(model, x, observed, "tensorfloat32", True, steps=steps)[1] for steps in range(7)]
+    assert counts == [0, 0, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_one_launch_by_hand(known):
+    """Error and pixels of every window in numpy, with ties: the first largest pixel takes all."""
+    rng = np.random.default_rng(0)
+    z = rng.integers(-2, 3, (2, 16, 4, 6)).astype(float)
+    by, start, bias = rng.normal(size=(2, 16, 2, 3)), rng.normal(size=(2, 16, 2, 3)), rng.normal(size=16)
+    base = rng.integers(-2, 3, z.shape).astype(float) if known else np.zeros_like(z)
+
+    def act(value):
+        return value if value >= 0 else 0.01 * value
+
+    error, pixels = np.zeros_like(by), np.zeros_like(z)
+    for n, c, i, j in itertools.product(*map(range, by.shape)):
+        window = [(base + z)[n, c, 2 * i + k, 2 * j + m] + bias[c] for k in (0, 1) for m in (0, 1)]
+        place = int(np.argmax(window))
+        begin = max(base[n, c, 2 * i + k, 2 * j + m] + bias[c] for k in (0, 1) for m in (0, 1))
+        error[n, c, i, j] = by[n, c, i, j] - (act(window[place]) - (act(begin) if known else start[n, c, i, j]))
+        slope = 1 if window[place] >= 0 else 0.01
+        pixels[n, c, 2 * i + place // 2, 2 * j + place % 2] = -error[n, c, i, j] * slope
+    fixed = (base,) if known else (start,)
+    z, by, bias, *fixed = (jnp.asarray(array) for array in (z, by, bias, base if known else start))
+    found = pooling._launch(jax.nn.leaky_relu, z, by, tuple(fixed), bias)
+    np.testing.assert_allclose(found[0], error, rtol=1e-14)
+    np.testing.assert_allclose(found[1], pixels, rtol=1e-14)
+    energy = pooling._energy(jax.nn.leaky_relu, z, by, tuple(fixed), bias)
+    np.testing.assert_allclose(energy, 0.5 * np.sum(error**2, axis=(1, 2, 3)), rtol=1e-14)
+
+
+class Odd(VGG):
+    """A prediction that is not a product, a bias, pooling and an activation."""
+
+    def block(self, i, x):
+        return 2 * super().block(i, x)
+
+
+class Scaled(VGG):
+    def block(self, i, x):
+        u = 2 * self.convolutions[i](x)
+        return self.pool.of(u, self.activation) if self.pooled[i] else self.activation(u)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        (VGG, {"activation_name": "gelu"}, {}),
+        (VGG, {"channels": [16, 24, 16]}, {}),  # 24 channels: blocks of 8
+        (VGG, {"paddings": [1, 0, 1]}, {"shape": (3, 14, 14)}),  # five rows are left before pooling
+        (Odd, {}, {}),
+        (Scaled, {}, {}),
+        (VGG, {}, {"precision": {"vodes.1": 2.0}}),
+        (VGG, {}, {"energy": {"vodes.1": lambda h, u: jnp.sum(jnp.abs(h - u))}}),
+        (VGG, {}, {"observed": True}),
+    ],
+)
+def test_what_is_refused(kind, settings, options):
+    """Then no kernel is made, and the numbers are those without one."""
+    shape = options.pop("shape", (3, 16, 16))
+    arguments = {"channels": [16, 16, 16], "paddings": [1, 1, 1], "pooled": [True, True, False], "activation_name": "relu"}
+    pxnn.seed(0)
+    model = kind(shape, 5, **arguments | settings)
+    x, observed = problem(model, shape)
+    if options.pop("observed", False):
+        value = pcx.run(model, {}, x).values["vodes.1"]
+        observed |= {"vodes.1": pcx.Observed(value + 1, jnp.arange(value.size).reshape(value.shape) % 3 == 0)}
+    plain, quick = (settle(model, x, observed, "tensorfloat32", kernel, **options) for kernel in (False, True))
+    assert quick[1] == 0
+    assert largest_difference(plain[0].values, quick[0].values) == 0
+
+
+def test_it_has_to_be_asked_for(monkeypatch):
+    model = network(dtype=jnp.float32)
+    x, observed = problem(model)
+    assert settle(model, x, observed, "tensorfloat32", False)[1] == 0
+    monkeypatch.setattr(pooling, "INTERPRET", False)  # and there is no GPU
+    assert settle(model, x, observed, "tensorfloat32", True)[1] == 0
+
+
+def test_tolerance_and_record():
+    """A recorded energy is not that of a kernel, and stopping early works with it."""
+    model = network(dtype=jnp.float32)
+    x, observed = problem(model)
+    for options in ({"tolerance": 1e-2, "steps": 40}, {"record": pcx.record_energies}):
+        plain, quick = (settle(model, x, observed, "tensorfloat32", kernel, **options)[0] for kernel in (False, True))
+        assert largest_difference(plain.values, quick.values) < 1e-6
+    assert largest_difference(plain.history, quick.history) < 1e-5 * float(jnp.max(plain.history["vodes.3"]))
+
+
+def test_members_of_a_population():
+    """Mapped over models, a kernel takes all members."""
+    models = [network(dtype=jnp.float32), network(dtype=jnp.float32)]
+    models[1] = jax.tree.map(lambda leaf: 1.1 * leaf if eqx.is_array(leaf) else leaf, models[1])
+    x, observed = problem(models[0])
+
+    def values(arrays, static):
+        model = eqx.combine(arrays, static)
+        with jax.default_matmul_precision("tensorfloat32"):
+            return pcx.infer(model, x, observed, optimiser=optax.sgd(0.1), steps=5, shortcuts=KERNEL).values
+
+    arrays, static = eqx.partition(models[0], eqx.is_array)
+    other = eqx.filter(models[1], eqx.is_array)
+    both = jax.vmap(lambda arrays: values(arrays, static))(jax.tree.map(lambda a, b: jnp.stack([a, b]), arrays, other))
+    alone = values(other, static)
+    assert largest_difference(jax.tree.map(lambda leaf: leaf[1], both), alone) < 1e-5
