@@ -271,6 +271,7 @@ def test_convolutions_on_a_gpu_ask_for_kernels(single, monkeypatch):
     pairs = (("cifar10/vgg5", images, "gpu"), ("cifar10/vgg5", images, "cpu"), ("digits/mlp", DIGITS, "gpu"))
     for task, data, backend in pairs:
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(engine_module.pooling, "works", lambda known, backend=backend: backend == "gpu")
         engine = Engine(configure(task, "pc_se"), data, [0])
         engine._algorithm(jax.tree.map(lambda a: a[0], engine.floats))
     assert asked == [pcx.Shortcuts(kernel=True), None, None]

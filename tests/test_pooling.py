@@ -22,6 +22,9 @@ KERNEL = pcx.Shortcuts(kernel=True)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(pooling, "INTERPRET", True)
+    pooling.works.cache_clear()
+    yield
+    pooling.works.cache_clear()
 
 
 def network(activation="leaky_relu", channels=(16, 32, 48), shape=(3, 16, 16), dtype=jnp.float64):
@@ -188,3 +191,27 @@ def test_members_of_a_population():
     both = jax.vmap(lambda arrays: values(arrays, static))(jax.tree.map(lambda a, b: jnp.stack([a, b]), arrays, other))
     alone = values(other, static)
     assert largest_difference(jax.tree.map(lambda leaf: leaf[1], both), alone) < 1e-5
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_device_is_tried_before_kernels_are_used(known, monkeypatch):
+    """Right numbers are taken, wrong ones and failures are not, and a sentence says why."""
+    right = pooling._launch
+
+    def wrong(*given):
+        error, pixels = right(*given)
+        return error, jnp.roll(pixels, 1, axis=-1)
+
+    def fails(*given):
+        raise NotImplementedError("no such instruction\nmore")
+
+    with jax.enable_x64(False):
+        assert pooling.works(known)
+        for launch, message in ((wrong, "numbers are wrong"), (fails, "fail here: no such instruction$")):
+            monkeypatch.setattr(pooling, "_launch", launch)
+            pooling.works.cache_clear()
+            with pytest.warns(UserWarning, match=message):
+                assert not pooling.works(known)
+        monkeypatch.setattr(pooling, "INTERPRET", False)
+        pooling.works.cache_clear()
+        assert not pooling.works(known)  # there is no GPU, and nothing to say

@@ -30,6 +30,7 @@ from pcx.algorithms._common import ENERGY
 from pcx.bench.config import Config, ConfigError
 from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
+from pcx.shortcuts import pooling
 
 MODES = ("scan", "host", "host_unrolled")
 PRECISION = {
@@ -130,6 +131,9 @@ class Engine:
         self.shape = tuple(sample.shape[1:])
         with jax.default_matmul_precision(PRECISION[config.precision]):
             jax.eval_shape(self._look)
+            start = time.perf_counter()
+            self.quick_pooling = self.kernels and pooling.works(PRECISION[config.precision] == "bfloat16")
+            self.timing.compile += time.perf_counter() - start
             self._build()
 
     def _check_sweep(self, name: str, values: list[float]) -> None:
@@ -180,7 +184,7 @@ class Engine:
         parameters = inspect.signature(make).parameters
         wanted: dict[str, Any] = {"unroll": True} if self.mode == "host_unrolled" else {}
         wanted |= INFERENCE.get(self.config.precision, {})
-        if self.kernels and jax.default_backend() == "gpu":
+        if self.quick_pooling:
             wanted["shortcuts"] = wanted.get("shortcuts", ALL_SHORTCUTS)._replace(kernel=True)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         options = {name: value for name, value in wanted.items() if any_name or name in parameters}

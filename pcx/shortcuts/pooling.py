@@ -8,11 +8,13 @@ pixels. The arithmetic is that of `pcx.nn.MaxPool2d`.
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array, Float
 
@@ -121,6 +123,50 @@ def _added(eqns: list[JaxprEqn], product: Any, result: Any) -> Any:
 def _channels(count: int) -> int:
     """The channels of a block: a power of two that divides their number."""
     return min(CHANNELS, count & -count)
+
+
+@functools.cache
+def works(known: bool) -> bool:
+    """Whether there is a GPU where a kernel computes what numpy does: tried once, on a few windows.
+
+    ``known`` tells the two kinds apart: a product that is given in two parts, in bfloat16, or as one, in float32.
+    """
+    if not (INTERPRET or jax.default_backend() == "gpu"):
+        return False
+    try:
+        away = _away(known)
+    except Exception as error:  # whatever a driver or a compiler says
+        warnings.warn(f"no kernels for pooling are used, as they fail here: {str(error).splitlines()[0]}", stacklevel=2)
+        return False
+    if not away <= 1:
+        warnings.warn("no kernels for pooling are used, as their numbers are wrong here; please report this.", stacklevel=2)
+    return away <= 1
+
+
+def _away(known: bool) -> float:
+    """How far a launch is from numpy, in units of what rounding explains."""
+    dtype, rng, slope = jnp.bfloat16 if known else jnp.float32, np.random.default_rng(0), 0.01
+    small, large = (2, CHANNELS, 3, 4), (2, CHANNELS, 6, 8)
+    moving, by, fixed = (rng.normal(size=size).astype(dtype) for size in (large, small, large if known else small))
+    bias = rng.normal(size=CHANNELS).astype(np.float32)
+    found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(moving, by, (fixed,), bias)
+
+    def pixels(array: Any) -> np.ndarray:
+        """The pixels of each window, last."""
+        windows = np.asarray(array, np.float32).reshape(2, CHANNELS, 3, 2, 4, 2)
+        return windows.transpose(0, 1, 2, 4, 3, 5).reshape(*small, 4)
+
+    def act(z: np.ndarray) -> np.ndarray:
+        return np.where(z >= 0, z, slope * z)
+
+    offset = bias[:, None, None, None]
+    z = (pixels(fixed) + pixels(moving) if known else pixels(moving)) + offset
+    begin = act(np.max(pixels(fixed) + offset, axis=-1)) if known else fixed
+    error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - begin)
+    chosen = np.arange(4) == np.argmax(z, axis=-1)[..., None]
+    sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0)
+    pairs = ((np.asarray(found[0], np.float32), error), (pixels(found[1]), sent))
+    return max(float(np.max(np.abs(mine - its) / (1e-5 + float(jnp.finfo(dtype).eps) * np.abs(its)))) for mine, its in pairs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
