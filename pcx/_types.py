@@ -160,7 +160,8 @@ class Shortcuts(NamedTuple):
     """Which exact shortcuts `infer` may take. Each is used only where its conditions hold (`docs/design`).
 
     ``anchor`` is about precision, not work: below float64, products and values are kept as differences from the start.
-    ``kernel`` makes one GPU kernel of a step of stacked layers; it has to be asked for, and has no derivative.
+    ``kernel``, on a GPU, makes one kernel of a step of stacked layers, and one of the error of a pooled node; it has to be
+    asked for, and has no derivative.
     """
 
     wave: bool = True
