@@ -58,7 +58,7 @@ def main() -> None:
         special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL)
         try:
             before, after, loss = trained(text, options.steps)
-            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda known: False, 0
+            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda in_parts: False, 0
             _, plain, other = trained(text, options.steps)
         except ConfigError as error:
             sys.exit(f"error: {text}: {error}")
@@ -68,7 +68,7 @@ def main() -> None:
         for name, start in before.items():
             a, b = (w[name].ravel() - start.ravel() for w in (after, plain))
             cosines.append(float(a @ b / np.sqrt((a @ a) * (b @ b))))
-        worst = min(worst, *cosines)
+        worst = float(np.min([worst, *cosines]))  # not a number, if one is
         print(
             f"{text}: smallest cosine {min(cosines):.4f} of {len(cosines)} arrays, losses {loss:.6f} and {other:.6f}",
             flush=True,

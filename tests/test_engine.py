@@ -243,7 +243,7 @@ def test_options_of_the_compiler_are_those_of_a_gpu_and_left_out_where_they_are_
     assert engine._compile(program) == "compiled"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert engine._compile(program) == "compiled"
-    engine.kernels = True
+    engine.convolutional = True
     assert engine._compile(program) == "compiled"
     assert program.asked == [None, dense, convolutional, None]
     full = Lowered(dense)
@@ -271,7 +271,7 @@ def test_convolutions_on_a_gpu_ask_for_kernels(single, monkeypatch):
     pairs = (("cifar10/vgg5", images, "gpu"), ("cifar10/vgg5", images, "cpu"), ("digits/mlp", DIGITS, "gpu"))
     for task, data, backend in pairs:
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        monkeypatch.setattr(engine_module.pooling, "works", lambda known, backend=backend: backend == "gpu")
+        monkeypatch.setattr(engine_module.pooling, "works", lambda in_parts, backend=backend: backend == "gpu")
         engine = Engine(configure(task, "pc_se"), data, [0])
         engine._algorithm(jax.tree.map(lambda a: a[0], engine.floats))
     assert asked == [pcx.Shortcuts(kernel=True), None, None]

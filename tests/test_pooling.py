@@ -127,38 +127,86 @@ def test_one_launch_by_hand(known):
     np.testing.assert_allclose(energy, 0.5 * np.sum(error**2, axis=(1, 2, 3)), rtol=1e-14)
 
 
+ARGUMENTS = {"channels": [16, 16, 16], "paddings": [1, 1, 1], "pooled": [True, True, False], "activation_name": "relu"}
+
+
 class Odd(VGG):
-    """A prediction that is not a product, a bias, pooling and an activation."""
+    """Predictions that are not a convolution, a bias of the channels, pooling and an activation, one way or another."""
+
+    way = ""
+
+    def __init__(self, way, channels):
+        super().__init__((3, 16, 16), 5, **ARGUMENTS | {"channels": channels})
+        self.way = way
+        if way in ("map", "parent"):
+            self.convolutions[1] = pxnn.Conv2d(*channels[:2], 3, padding=1, bias=False)
 
     def block(self, i, x):
-        return 2 * super().block(i, x)
+        if i != 1 or not self.way:
+            return super().block(i, x)
+        match self.way:
+            case "after":
+                return 2 * super().block(i, x)
+            case "scaled":
+                u = 2 * self.convolutions[1](x)
+            case "map":  # a number for each of 8 × 8 = 64 places
+                u = self.convolutions[1](x) + jnp.arange(64.0).reshape(8, 8) / 64
+            case "parent":
+                u = self.convolutions[1](x) + x
+            case "square":
+                u = jnp.einsum("chk,cwk->chw", x, x) + self.convolutions[1].bias
+            case "reshaped":
+                u = self.convolutions[1](x).reshape(16, 16, 4)
+            case "twice":
+                u = self.convolutions[1](x) + self.convolutions[0].bias
+        return self.pool.of(u, self.activation)
 
 
-class Scaled(VGG):
+@pytest.mark.parametrize("way", ["after", "scaled", "map", "parent", "square", "reshaped", "twice"])
+def test_predictions_that_are_refused(way):
+    """Then no kernel is made, and the numbers are those without one."""
+    pxnn.seed(0)
+    model = Odd(way, [16, 64 if way == "map" else 16, 16])
+    x, observed = problem(model)
+    plain, quick = (settle(model, x, observed, "tensorfloat32", kernel) for kernel in (False, True))
+    assert kernels(model, x, observed, "tensorfloat32") == 0
+    assert largest_difference(plain.values, quick.values) == 0
+
+
+class Inner(VGG):
+    """A product in a jit of its own before the convolution: that one is the whole product, not what has moved of it."""
+
     def block(self, i, x):
-        u = 2 * self.convolutions[i](x)
-        return self.pool.of(u, self.activation) if self.pooled[i] else self.activation(u)
+        if i == 1:
+            x = jax.jit(lambda x: jnp.tensordot(jnp.cos(jnp.arange(256.0)).reshape(16, 16), x, 1))(x)
+        return super().block(i, x)
+
+
+def test_a_product_before_the_convolution():
+    pxnn.seed(0)
+    model = Inner((3, 16, 16), 5, **ARGUMENTS)
+    x, observed = problem(model)
+    plain, quick = (settle(model, x, observed, "tensorfloat32", kernel) for kernel in (False, True))
+    assert kernels(model, x, observed, "tensorfloat32") > 0
+    assert largest_difference(plain.values, quick.values) < 1e-13
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "options"),
+    ("settings", "options"),
     [
-        (VGG, {"activation_name": "gelu"}, {}),
-        (VGG, {"channels": [16, 24, 16]}, {}),  # 24 channels: blocks of 8
-        (VGG, {"paddings": [1, 0, 1]}, {"shape": (3, 14, 14)}),  # five rows are left before pooling
-        (Odd, {}, {}),
-        (Scaled, {}, {}),
-        (VGG, {}, {"precision": {"vodes.1": 2.0}}),
-        (VGG, {}, {"energy": {"vodes.1": lambda h, u: jnp.sum(jnp.abs(h - u))}}),
-        (VGG, {}, {"observed": True}),
+        ({"activation_name": "gelu"}, {}),
+        ({"channels": [16, 24, 16]}, {}),  # 24 channels: blocks of 8
+        ({"paddings": [1, 0, 1]}, {"shape": (3, 14, 14)}),  # five rows are left before pooling
+        ({}, {"precision": {"vodes.1": 2.0}}),
+        ({}, {"precision": {"vodes.1": lambda step: 1.0 + step}}),
+        ({}, {"energy": {"vodes.1": lambda h, u: jnp.sum(jnp.abs(h - u))}}),
+        ({}, {"observed": True}),
     ],
 )
-def test_what_is_refused(kind, settings, options):
-    """Then no kernel is made, and the numbers are those without one."""
+def test_problems_that_are_refused(settings, options):
     shape = options.pop("shape", (3, 16, 16))
-    arguments = {"channels": [16, 16, 16], "paddings": [1, 1, 1], "pooled": [True, True, False], "activation_name": "relu"}
     pxnn.seed(0)
-    model = kind(shape, 5, **arguments | settings)
+    model = VGG(shape, 5, **ARGUMENTS | settings)
     x, observed = problem(model, shape)
     if options.pop("observed", False):
         value = pcx.run(model, {}, x).values["vodes.1"]
@@ -204,8 +252,8 @@ def test_members_of_a_population():
     assert largest_difference(jax.tree.map(lambda leaf: leaf[1], both), alone) < 1e-5
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_device_is_tried_before_kernels_are_used(known, monkeypatch):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_device_is_tried_before_kernels_are_used(in_parts, monkeypatch):
     """Right numbers are taken, wrong ones and failures are not, and a sentence says why."""
     right = pooling._launch
 
@@ -213,16 +261,21 @@ def test_a_device_is_tried_before_kernels_are_used(known, monkeypatch):
         error, pixels = right(*given)
         return error, jnp.roll(pixels, 1, axis=-1)
 
+    def nothing(*given):
+        error, pixels = right(*given)
+        return error, jnp.full_like(pixels, jnp.nan)
+
     def fails(*given):
         raise NotImplementedError("no such instruction\nmore")
 
     with jax.enable_x64(False):
-        assert pooling.works(known)
-        for launch, message in ((wrong, "numbers are wrong"), (fails, "fail here: no such instruction$")):
+        assert pooling.works(in_parts)
+        cases = ((wrong, "numbers are wrong"), (nothing, "numbers are wrong"), (fails, "fail here: no such instruction$"))
+        for launch, message in cases:
             monkeypatch.setattr(pooling, "_launch", launch)
             pooling.works.cache_clear()
             with pytest.warns(UserWarning, match=message):
-                assert not pooling.works(known)
+                assert not pooling.works(in_parts)
         monkeypatch.setattr(pooling, "INTERPRET", False)
         pooling.works.cache_clear()
-        assert not pooling.works(known)  # there is no GPU, and nothing to say
+        assert not pooling.works(in_parts)  # there is no GPU, and nothing to say

@@ -413,17 +413,18 @@ def test_a_state_dtype_needs_an_anchor():
         pcx.infer(model, x, {"vodes.1": y}, optimiser=optax.sgd(0.1), steps=1, shortcuts=PLAIN, state_dtype=jnp.bfloat16)
 
 
-def derivative(model, x, y, what, shortcuts, dtype, precision=None):
-    """Of a function of all settled values, by the weights, the input, the target or the rate."""
+def derivative(model, x, y, what, shortcuts, dtype, precision=None, record=None):
+    """Of a function of all settled values, or of what was recorded, by the weights, the input, the target or the rate."""
     weights, rest = eqx.partition(model, eqx.is_array)
     point = {"weights": weights, "input": x, "target": y, "rate": jnp.asarray(0.1)}
 
     def settled(moving):
         own = jax.tree.map(lambda a: a.astype(dtype), point | {what: moving})
-        options = {"optimiser": optax.sgd(own["rate"], momentum=0.3), "steps": 6, "shortcuts": shortcuts}
+        options = {"optimiser": optax.sgd(own["rate"], momentum=0.3), "steps": 6, "shortcuts": shortcuts, "record": record}
         last = f"vodes.{len(model.layers) - 1}"
         found = pcx.infer(eqx.combine(own["weights"], rest), own["input"], {last: own["target"]}, **options)
-        return sum(jnp.sum(jnp.sin(value)) for value in found.values.values()).astype(jnp.float64)
+        parts = found.values if record is None else found.history
+        return sum(jnp.sum(jnp.sin(value)) for value in parts.values()).astype(jnp.float64)
 
     with jax.default_matmul_precision(precision):
         return jax.tree.leaves(jax.jit(jax.grad(settled))(point[what]))
@@ -445,6 +446,14 @@ def test_inference_can_be_differentiated(what, precision):
     exact = derivative(*problem, pcx.NO_SHORTCUTS, jnp.float64)
     found = derivative(*problem, pcx.Shortcuts(stack=False), jnp.float32, precision)
     assert_near(found, exact, 2e-2 if precision == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_recorded_energies_can_be_differentiated(what):
+    """They are computed outside of a gradient; there too, the known part of a product has no derivative of its own."""
+    problem = Chain([3, 4, 4, 2], activation=jnp.tanh), *batch(3, 2, size=5), what
+    exact = derivative(*problem, pcx.NO_SHORTCUTS, jnp.float64, record=pcx.record_energies)
+    assert_near(derivative(*problem, pcx.ALL_SHORTCUTS, jnp.float32, record=pcx.record_energies), exact, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

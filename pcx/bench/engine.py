@@ -132,7 +132,7 @@ class Engine:
         with jax.default_matmul_precision(PRECISION[config.precision]):
             jax.eval_shape(self._look)
             start = time.perf_counter()
-            self.quick_pooling = self.kernels and pooling.works(PRECISION[config.precision] == "bfloat16")
+            self.quick_pooling = self.convolutional and pooling.works(PRECISION[config.precision] == "bfloat16")
             self.timing.compile += time.perf_counter() - start
             self._build()
 
@@ -156,9 +156,9 @@ class Engine:
         have enough to do with one member.
         """
         model = build_model(self.config, self.shape, self.classes, jax.random.key(0))
-        self.kernels = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
+        self.convolutional = any(leaf.ndim > 2 for leaf in jax.tree.leaves(weights(model)))
         few_cores = jax.default_backend() == "cpu" and (os.cpu_count() or 1) <= FEW_CORES
-        self.looped = self.kernels or few_cores if self.config.population == "auto" else self.config.population == "map"
+        self.looped = self.convolutional or few_cores if self.config.population == "auto" else self.config.population == "map"
         example = jnp.zeros((2, *self.shape))
         self.output = output_node(model, example)
         parents = graph(model, example).parents
@@ -300,7 +300,7 @@ class Engine:
 
     def _compile(self, lowered: Any) -> Any:
         """A program with the options of this device, or without them, where the compiler does not know them."""
-        options = CONVOLUTIONAL if self.kernels else DENSE
+        options = CONVOLUTIONAL if self.convolutional else DENSE
         try:
             return lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)
         except jax.errors.JaxRuntimeError as error:

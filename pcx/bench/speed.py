@@ -26,6 +26,7 @@ from pcx.bench.modes import choose_mode
 from pcx.bench.tables import aligned
 from pcx.bench.tasks import configure, make_algorithm, split_task
 from pcx.data import DataSet, Split
+from pcx.shortcuts import pooling
 
 ALGORITHMS = ("pc_se", "bp_se")
 # of the training images: their number and shape, and the classes
@@ -162,6 +163,7 @@ def _time_cell(config: Config, data: DataSet, epochs: int, quick: bool, uncompil
     with _empty_compilation_cache():
         for name in ("first", "cached"):
             jax.clear_caches()
+            pooling.works.cache_clear()
             engine = Engine(config, data, [0], mode, steps=QUICK_STEPS if quick else None)
             trained, _ = engine.epoch(engine.prepare().init(), 0)
             compiling[name] = engine.timing.compile

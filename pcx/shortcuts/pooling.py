@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pcx._energies import squared_error
 from pcx.shortcuts.plan import Program
-from pcx.shortcuts.products import PRODUCTS, Anchor, interpret, low, precision
+from pcx.shortcuts.products import interpret, low, precision
 
 # Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
 INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
@@ -43,9 +43,9 @@ class PooledErrors:
 
     def __init__(self, task: Any):
         self.task, self.nodes = task, dict[str, PooledError]()
-        if task.shortcuts.kernel and task.anchor is not None and (INTERPRET or jax.default_backend() == "gpu"):
-            factors = task.factors_of(list(task.energies), 0)
-            plain = [name for name, (energy, pi) in factors.items() if energy is squared_error and pi is None]
+        if task.shortcuts.kernel and task.anchor is not None and _possible():
+            scaled = {name for name, precision in task.objective.precision.items() if precision is not None}
+            plain = [name for name, energy in task.energies.items() if energy is squared_error and name not in scaled]
             found = {name: PooledError.of(task.program, name) for name in plain if name in task.free and name not in task.fixed}
             self.nodes = {name: node for name, node in found.items() if node is not None}
 
@@ -65,17 +65,19 @@ class PooledError:
     @staticmethod
     def of(program: Program, name: str) -> "PooledError | None":
         """The kernel for a node, if its prediction is such a program, else None."""
-        piece, output = program.pieces[name], program.outputs[name]
-        places = [i for i, eqn in enumerate(piece) if eqn.primitive.name in PRODUCTS]
-        parents = program.parents[name]
+        piece, output, parents = program.pieces[name], program.outputs[name], program.parents[name]
+        places = [i for i, eqn in enumerate(piece) if eqn.primitive.name == "conv_general_dilated"]
         activation = ACTIVATIONS.get(piece[-1].params.get("name", "")) if piece else None
         if len(places) != 1 or len(parents) != 1 or activation is None or piece[-1].outvars != [output]:
             return None
-        product, between = piece[places[0]], piece[places[0] + 1 : -1]
-        bias = _added(between, product.outvars[0], piece[-1].invars[0])
-        shape = cast(Any, product.outvars[0].aval).shape
-        fits = len(shape) == 4 and not any(size % 2 for size in shape[2:]) and _channels(shape[1]) >= 16
-        if bias is None or not fits or bias.aval.size != shape[1] or bias not in program.free_variables[name]:
+        product, pooled = piece[places[0]], piece[-1].invars[0]
+        shape, inside = (cast(Any, var.aval).shape for var in (product.outvars[0], pooled))
+        weights = program.jaxpr.invars[len(program.inputs) :][: len(jax.tree.leaves(program.arrays))]
+        if len(shape) != 4 or inside != shape or product.invars[1] not in weights:
+            return None
+        bias = _added(piece[places[0] + 1 : -1], product.outvars[0], pooled, shape[1])
+        fits = not any(size % 2 for size in shape[2:]) and _channels(shape[1]) >= 16
+        if not fits or bias not in weights:
             return None
         return PooledError(program, name, next(iter(parents)), places[0], bias, activation)
 
@@ -83,10 +85,13 @@ class PooledError:
         program, piece, anchor = self.program, self.program.pieces[self.name], task.anchor
         values, by = task.all_values(free), free[self.name]
         known = program._known(values.values, None)
-        product, place = piece[self.product], (piece[self.product].outvars[0],)
+        convolution, place = piece[self.product], (piece[self.product].outvars[0],)
         away = {program.inputs[self.parent]: values.by[self.parent]}
-        hook = functools.partial(_moving, anchor)
-        moving = interpret(program.jaxpr, piece[: self.product + 1], known, [product.outvars[0]], hook, away)[0]
+
+        def product(eqn: JaxprEqn, operands: list[Array], away: list[Any], here: Any) -> Array:
+            return (anchor.moving if here == place else anchor.product)(eqn, operands, away, here)
+
+        moving = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)[0]
         start, base = values.start[self.name], anchor.known[place][2]
         at_prediction = start is task.start.predictions[self.name]
         if precision() == "bfloat16":  # both products are in bfloat16 as they come
@@ -95,25 +100,20 @@ class PooledError:
         return _energy(self.activation, base + moving, by, (start,), known[self.bias].reshape(-1))
 
 
-def _moving(anchor: Anchor, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
-    return anchor.moving(eqn, operands, away, place)
-
-
-def _added(eqns: list[JaxprEqn], product: Any, result: Any) -> Any:
-    """The array that some equations add to a product, if they do nothing else, else None."""
-    same, source, found = {product}, dict[Any, Any](), []
+def _added(eqns: list[JaxprEqn], product: Any, result: Any, channels: int) -> Any:
+    """The array with a number for each channel that some equations add to a product, if they do nothing else, else None."""
+    same, source, found = {product}, dict[Any, Any](), list[Any]()
     for eqn in eqns:
-        name, (first, *rest), (out,) = eqn.primitive.name, eqn.invars, eqn.outvars
-        if any(isinstance(atom, Literal) for atom in eqn.invars):
+        if not eqn.invars or len(eqn.outvars) != 1 or any(isinstance(atom, Literal) for atom in eqn.invars):
             return None
-        if name in ("reshape", "squeeze", "broadcast_in_dim") and not rest:
-            if first in same:
-                same.add(out)
-            else:
-                source[out] = source.get(first, first)
+        name, (first, *rest), (out,) = eqn.primitive.name, eqn.invars, eqn.outvars
+        shapes = [cast(Any, atom.aval).shape for atom in (first, out)]
+        if name in ("reshape", "squeeze") and first in same:
+            same.add(out)
+        elif name == "broadcast_in_dim" and shapes == [(channels, 1, 1), (1, channels, 1, 1)]:
+            source[out] = first
         elif name == "add" and (first in same) != (rest[0] in same):
-            other = rest[0] if first in same else first
-            found.append(source.get(other, other))
+            found.append(source.get(rest[0] if first in same else first))
             same.add(out)
         else:
             return None
@@ -125,16 +125,26 @@ def _channels(count: int) -> int:
     return min(CHANNELS, count & -count)
 
 
+def _possible() -> bool:
+    """Whether there is a GPU, and what compiles kernels for it."""
+    try:
+        from jax.experimental.pallas import triton  # noqa: F401
+    except ImportError:
+        return INTERPRET
+    return INTERPRET or jax.default_backend() == "gpu"
+
+
 @functools.cache
-def works(known: bool) -> bool:
+def works(in_parts: bool) -> bool:
     """Whether there is a GPU where a kernel computes what numpy does: tried once, on a few windows.
 
-    ``known`` tells the two kinds apart: a product that is given in two parts, in bfloat16, or as one, in float32.
+    ``in_parts`` tells two kinds apart: the product is given as what was known and what has moved, in bfloat16, or as one array
+    in float32.
     """
-    if not (INTERPRET or jax.default_backend() == "gpu"):
+    if not _possible():
         return False
     try:
-        away = _away(known)
+        away = _away(in_parts)
     except Exception as error:  # whatever a driver or a compiler says
         warnings.warn(f"no kernels for pooling are used, as they fail here: {str(error).splitlines()[0]}", stacklevel=2)
         return False
@@ -143,11 +153,11 @@ def works(known: bool) -> bool:
     return away <= 1
 
 
-def _away(known: bool) -> float:
+def _away(in_parts: bool) -> float:
     """How far a launch is from numpy, in units of what rounding explains."""
-    dtype, rng, slope = jnp.bfloat16 if known else jnp.float32, np.random.default_rng(0), 0.01
+    dtype, rng, slope = jnp.bfloat16 if in_parts else jnp.float32, np.random.default_rng(0), 0.01
     small, large = (2, CHANNELS, 3, 4), (2, CHANNELS, 6, 8)
-    moving, by, fixed = (rng.normal(size=size).astype(dtype) for size in (large, small, large if known else small))
+    moving, by, fixed = (rng.normal(size=size).astype(dtype) for size in (large, small, large if in_parts else small))
     bias = rng.normal(size=CHANNELS).astype(np.float32)
     found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(moving, by, (fixed,), bias)
 
@@ -160,13 +170,14 @@ def _away(known: bool) -> float:
         return np.where(z >= 0, z, slope * z)
 
     offset = bias[:, None, None, None]
-    z = (pixels(fixed) + pixels(moving) if known else pixels(moving)) + offset
-    begin = act(np.max(pixels(fixed) + offset, axis=-1)) if known else fixed
+    z = (pixels(fixed) + pixels(moving) if in_parts else pixels(moving)) + offset
+    begin = act(np.max(pixels(fixed) + offset, axis=-1)) if in_parts else fixed
     error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - begin)
     chosen = np.arange(4) == np.argmax(z, axis=-1)[..., None]
     sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0)
     pairs = ((np.asarray(found[0], np.float32), error), (pixels(found[1]), sent))
-    return max(float(np.max(np.abs(mine - its) / (1e-5 + float(jnp.finfo(dtype).eps) * np.abs(its)))) for mine, its in pairs)
+    eps = float(jnp.finfo(dtype).eps)
+    return float(np.max([np.max(np.abs(mine - its) / (1e-5 + eps * np.abs(its))) for mine, its in pairs]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -189,10 +200,17 @@ def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
 _energy.defvjp(_forward, _backward)
 
 
+def _parameters() -> Any:
+    if INTERPRET:
+        return None
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=WARPS, num_stages=1)
+
+
 def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> tuple[Array, Array]:
     """The error of the node, and the gradient of its energy for the product, which has four pixels for each of the node's."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
 
     (samples, channels, height, width), dtype = by.shape, bias.dtype
 
@@ -247,7 +265,7 @@ def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...],
             jax.ShapeDtypeStruct((samples * height, 2, width, 2, channels), moving.dtype),
         ],
         interpret=INTERPRET,
-        compiler_params=None if INTERPRET else triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=_parameters(),
     )(windows(moving), rows(by), bias, *(windows(a) if is_large else rows(a) for a, is_large in zip(fixed, large, strict=True)))
     error = found.reshape(samples, height, width, channels).transpose(0, 3, 1, 2)
     return error, sent.reshape(samples, 2 * height, 2 * width, channels).transpose(0, 3, 1, 2)

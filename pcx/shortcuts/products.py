@@ -123,15 +123,17 @@ class Anchor:
             return _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
         value = self.known[place][2]
         if any(moving):
-            return value + self.moving(eqn, operands, away, place)
+            value = value + self._moved(eqn, operands, away, place)
         return self._derived(eqn, value, operands, moving, place)
 
     def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
-        """By how much a product has moved since the start; its derivative is that of the product."""
+        """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
+        return self._derived(eqn, self._moved(eqn, operands, away, place), operands, [by is not FIXED for by in away], place)
+
+    def _moved(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         start, rounded, _ = self.known[place]
         by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
-        moved = _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
-        return self._derived(eqn, moved, operands, [b is not FIXED for b in away], place)
+        return _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
 
     def _derived(self, eqn: JaxprEqn, value: Array, operands: list[Array], moving: list[bool], place: Any) -> Array:
         rounded = self.known[place][1]
