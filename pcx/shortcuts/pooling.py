@@ -83,16 +83,16 @@ class PooledError:
 
     def __call__(self, task: Any, free: Mapping[str, Array]) -> Float[Array, " batch"]:
         program, piece, anchor = self.program, self.program.pieces[self.name], task.anchor
-        values, by = task.all_values(free), free[self.name]
-        known = program._known(values.values, None)
-        convolution, place = piece[self.product], (piece[self.product].outvars[0],)
-        away = {program.inputs[self.parent]: values.by[self.parent]}
+        values, convolution = task.start.values, piece[self.product]
+        place, moved = (convolution.outvars[0],), free[self.parent].astype(values[self.parent].dtype)
+        known = program._known({self.parent: values[self.parent] + moved}, None)
+        away = {program.inputs[self.parent]: moved}
 
         def product(eqn: JaxprEqn, operands: list[Array], away: list[Any], here: Any) -> Array:
             return (anchor.moving if here == place else anchor.product)(eqn, operands, away, here)
 
         moving = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)[0]
-        start, base = values.start[self.name], anchor.known[place][2]
+        by, start, base = free[self.name], values[self.name], anchor.known[place][2]
         at_prediction = start is task.start.predictions[self.name]
         if precision() == "bfloat16":  # both products are in bfloat16 as they come
             fixed = (low(base),) if at_prediction else (low(base), start)
@@ -232,20 +232,20 @@ def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...],
         moving, by, bias, *fixed, error, pixels = refs
         offset = bias[...]
         base = [corners(ref) for ref, is_large in zip(fixed, large, strict=True) if is_large]
-        z = [m + offset for m in corners(moving)]
+        z = corners(moving)
         if base:
-            z = [(b + m) + offset for b, m in zip(base[0], corners(moving), strict=True)]
-        a, b, c, d = z
+            z = [b + m for b, m in zip(base[0], z, strict=True)]
+        a, b, c, d = (pixel + offset for pixel in z)
         upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
         prediction, back = jax.vjp(activation, jnp.maximum(upper, lower))
         if all(large):
-            start = activation(functools.reduce(jnp.maximum, [b + offset for b in base[0]]))
+            start = activation(functools.reduce(jnp.maximum, [pixel + offset for pixel in base[0]]))
         else:
             start = fixed[-1][...].astype(dtype)
         found = by[...].astype(dtype) - (prediction - start)
         (sent,) = back(-found)
-        above = upper >= lower
-        chosen = (above & (a >= b), above & (a < b), ~above & (c >= d), ~above & (c < d))
+        above, left, left_below = upper >= lower, a >= b, c >= d
+        chosen = (above & left, above & ~left, ~above & left_below, ~above & ~left_below)
         for (i, j), here in zip(CORNERS, chosen, strict=True):
             pixels[:, i, :, j, :] = jnp.where(here, sent, 0).astype(pixels.dtype)
         error[...] = found.astype(error.dtype)

@@ -1,0 +1,101 @@
+"""How many bytes the kernels of one training step read and write, convolutions apart, counted in the compiled program of a GPU.
+
+    python benchmarks/kernel_bytes.py vgg7:bf16_state                     # on this GPU
+    python benchmarks/kernel_bytes.py vgg7:bf16_state --target h200.txtpb # for another, without having one
+
+A count of the sizes of what goes into each kernel and comes out of it; what a cache saves is not known to it. ``--target`` is a
+description of a device in the form of XLA's `xla/backends/gpu/target_config/specs`, and needs JAX's plugin for CUDA; no kernels
+are tried against each other then. ``--plain`` leaves the kernel for pooling out.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+SIZES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8}
+NO_KERNELS = ("get-tuple-element", "parameter", "tuple", "constant", "bitcast")
+
+
+def size(shape: str) -> int:
+    """Bytes of a shape, or of all parts of a tuple."""
+    total = 0
+    for kind, numbers in re.findall(r"(\w+)\[([\d,]*)\]", shape):
+        count = 1
+        for number in numbers.split(","):
+            count *= int(number or 1)
+        total += SIZES.get(kind, 0) * count
+    return total
+
+
+def kernels(text: str) -> list[tuple[str, str, int]]:
+    """Name, operation and bytes of every kernel of the loop over steps, which is the part with most of them."""
+    parts = re.split(r"\n(?=%?[\w.\-]+ \(|ENTRY)", text)
+    body = max(parts, key=lambda part: part.count(" fusion("))
+    shapes, found = dict[str, str](), []
+    for line in body.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)", line)
+        if match is None:
+            continue
+        name, shapes[match[1]], operation = match[1], match[2], match[3]
+        if operation in NO_KERNELS:
+            continue
+        target = re.search(r'custom_call_target="([^"]*)"', line)
+        read = sum(size(shapes.get(other, "")) for other in re.findall(r"%([\w.\-]+)", match[4]))
+        found.append((name, target[1] if target else operation, size(match[2]) + read))
+    return found
+
+
+def compiled(text: str, target: Path | None, plain: bool) -> str:
+    """The program of an epoch, as the compiler writes it."""
+    import jax
+    import jax.numpy as jnp
+
+    from pcx.bench import speed
+    from pcx.bench.engine import PRECISION, Engine, Population
+
+    row, precision = text.split(":")
+    config = speed.config_of(row, "pc_se", precision=precision, epochs=2)
+    engine = Engine(config, speed.data_of(config.dataset, random=True, limit=2 * config.batch), [0], "scan")
+    place: Any = jax.devices()[0]
+    if target is not None:
+        from jax.experimental import topologies
+        from jaxlib import xla_client
+
+        jax.devices()  # finds the plugins
+        xla_client.initialize_pjrt_plugin("cuda")
+        place = topologies.get_topology_desc("", "cuda", target_config=target.read_text(), topology="1x1x1").devices[0]
+        jax.default_backend = lambda: "gpu"  # what is compiled for
+        engine.quick_pooling = engine.convolutional
+    engine.quick_pooling = engine.quick_pooling and not plain
+    there = jax.sharding.SingleDeviceSharding(place)
+    fresh = jax.eval_shape(engine._init, engine.keys, engine.floats, engine.arrays)
+    given = (Population(fresh, jax.eval_shape(engine._healthy)), engine.floats, engine.keys, engine.arrays, jnp.int32(0))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), given)
+    with jax.default_matmul_precision(PRECISION[precision]):
+        lowered = engine._epoch.trace(*shapes).lower(lowering_platforms=("cuda",) if target is not None else None)
+        return lowered.compile().as_text()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", metavar="ROW:PRECISION")
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--all", action="store_true", help="a line for every kernel, in the order of the program")
+    options = parser.parse_args()
+    if options.row.count(":") != 1:
+        parser.error(f"{options.row!r} is not ROW:PRECISION, such as vgg7:bf16_state")
+    if options.target is not None and not options.target.is_file():
+        parser.error(f"there is no file {options.target}")
+    found = kernels(compiled(options.row, options.target, options.plain))
+    for name, operation, count in found if options.all else ():
+        print(f"{count / 1e6:8.1f} MB  {operation:30} {name}")
+    others = [count for _, operation, count in found if "cudnn" not in operation]
+    print(
+        f"{options.row}: {len(found)} kernels; those other than convolutions read and write {sum(others) / 1e9:.2f} GB a step"
+    )
+
+
+if __name__ == "__main__":
+    main()
