@@ -49,5 +49,6 @@ from pcx.check import check_model as check_model
 from pcx.draw import draw as draw
 from pcx.predictive_coding import EnergyModule as EnergyModule
 from pcx.predictive_coding import Vode as Vode
+from pcx.shortcuts.channels import channels_last as channels_last
 
 __version__ = "0.1.0"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import Convolutional
 
 import pcx
 import pcx.algorithms
@@ -615,16 +616,32 @@ def test_many_steps_are_not_written_out_to_be_measured(monkeypatch, tmp_path, T,
     assert seen == measured
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "changes", "mode"),
-    [("pc_se", {}, "host_unrolled"), ("bp_se", {}, "host_unrolled"), ("pc_se", {"T": 100}, "host")],
-)
-def test_convolutions_on_a_cpu_are_written_out_without_measuring(monkeypatch, algorithm, changes, mode):
-    """In a loop the CPU's compiler runs them many times slower, and to find that out would take minutes."""
+@pytest.mark.parametrize(("algorithm", "changes"), [("pc_se", {}), ("bp_se", {}), ("pc_se", {"T": 100})])
+def test_convolutions_on_a_cpu_go_step_by_step_without_measuring(monkeypatch, algorithm, changes):
+    """A step is long enough that a program for each costs nothing, and Ctrl-C need not wait for an epoch."""
     monkeypatch.setattr(modes, "_measure", lambda *_: pytest.fail("measured"))
     images = np.zeros((8, 3, 32, 32), np.uint8)
     data = DataSet("cifar10", Split(images, np.arange(8, dtype=np.int32)), Split(images, np.arange(8, dtype=np.int32)), 10, ())
-    assert modes.choose_mode(configure("cifar10/vgg5", algorithm, **changes), data, [0])[0] == mode
+    assert modes.choose_mode(configure("cifar10/vgg5", algorithm, **changes), data, [0])[0] == "host"
+
+
+@pytest.mark.parametrize(("algorithm", "mode"), [("pc_se", "scan"), ("ipc", "host"), ("bp_se", "stream")])
+def test_channels_last_changes_no_number(monkeypatch, algorithm, mode):
+    """Two seeds, one after the other in a loop; an epoch and the evaluation with and without it."""
+    monkeypatch.setattr(engine_module, "build_model", lambda config, shape, classes, key: Convolutional())
+    rng = np.random.default_rng(0)
+    train, test = (Split(rng.integers(0, 256, (n, 3, 8, 8), np.uint8), (np.arange(n) % 4).astype(np.int32)) for n in (12, 7))
+    chosen = configure("cifar10/vgg5", algorithm, batch=4, epochs=1, augmentation="none")
+    asked, found = [], []
+    for kept in (engine_module.channels_last, lambda function: function):
+        monkeypatch.setattr(engine_module, "channels_last", lambda function, kept=kept: asked.append(mode) or kept(function))
+        engine = Engine(chosen, DataSet("cifar10", train, test, 4, ()), [0, 1], mode)
+        fresh = jax.tree.map(np.asarray, engine.init().states.model)
+        population, metrics = engine.epoch(engine.init(), 0)
+        found.append((population.states.model, metrics, engine.evaluate(population, "test")))
+    assert len(asked) >= 4  # training and evaluation, both times
+    assert difference(found[0][0], fresh) > 1e-6
+    assert difference(*found) < 1e-9
 
 
 def test_data_that_cannot_be_meant_are_refused():

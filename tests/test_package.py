@@ -18,9 +18,9 @@ ROOT = Path(__file__).parent.parent
 
 PUBLIC = {
     "pcx": """ALL_SHORTCUTS Energy EnergyModule Graph Inferred ModelError NO_SHORTCUTS Nodes Observed Run Shortcuts Trained Vode
-        algorithms apply_gradient check_algorithm check_model cross_entropy deltas draw energies free_energy freeze_state
-        functional graph infer initialise nn normal optim output_node predictive_coding record_energies run squared_error
-        train_step update_state utils weight_gradient weights zero""",
+        algorithms apply_gradient channels_last check_algorithm check_model cross_entropy deltas draw energies free_energy
+        freeze_state functional graph infer initialise nn normal optim output_node predictive_coding record_energies run
+        squared_error train_step update_state utils weight_gradient weights zero""",
     "pcx.predictive_coding": "EnergyModule LayerParam STATUS StateParam Vode VodeParam energies",
     "pcx.functional": "cond grad jit scan value_and_grad vmap while_loop",
     "pcx.utils": "Mask Optim Selection atomic_write checksum clear load_params save_params step",
@@ -56,7 +56,7 @@ RANKS = [
     {"_types"},
     {"_energies", "_init", "_jaxpr", "data"},
     {"_model"},
-    {"_free_energy", "shortcuts.zeros", "shortcuts.products", "optim"},
+    {"_free_energy", "shortcuts.zeros", "shortcuts.products", "shortcuts.channels", "optim"},
     {"shortcuts.plan"},
     {"shortcuts.stack", "shortcuts.pooling"},
     {"shortcuts.kernel"},

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -31,7 +31,9 @@ from pcx.bench.config import Config, ConfigError
 from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
 from pcx.shortcuts import pooling
+from pcx.shortcuts.channels import channels_last
 
+F = TypeVar("F", bound=Callable[..., Any])
 MODES = ("scan", "host", "host_unrolled")
 PRECISION = {
     "float32": "float32",
@@ -207,12 +209,17 @@ class Engine:
         own = jax.random.fold_in(jax.random.fold_in(stream(key, "augmentation"), epoch), step)
         labels = arrays[1][rows]
         x = self.pipeline.train(own, arrays[0][rows])
-        new, metrics = self._algorithm(floats).step(state, x, labels, key, epoch)
+        learn = self._images_last(lambda floats, *given: self._algorithm(floats).step(*given))
+        new, metrics = learn(floats, state, x, labels, key, epoch)
         rank = _rank(metrics.prediction, labels)
         parts = [*(metrics.energies[name] for name in self.nodes), metrics.loss, jnp.sum(rank < 1), jnp.sum(rank < 5)]
         row = jnp.stack([part.astype(jnp.float32) for part in parts])
         alive = alive & ~jnp.any(self._wrong(row))
         return (jax.tree.map(lambda a, b: _select(alive, a, b), new, state), alive), row
+
+    def _images_last(self, function: F) -> F:
+        """What a CPU's compiler likes where there are convolutions; on a GPU it finds that by itself."""
+        return channels_last(function) if self.convolutional and jax.default_backend() == "cpu" else function
 
     def _wrong(self, row: Array) -> Array:
         """Which energies are not numbers or too large, and whether the loss is no number."""
@@ -381,10 +388,11 @@ class Engine:
 
     def _evaluate_member(self, state: State, batches: Any) -> Any:
         images, labels, mask = batches
+        predict = self._images_last(lambda model, x: run(model, {}, x).predictions[self.output])
 
         def body(total: Any, batch: Any) -> Any:
             images, labels, mask = batch
-            u = run(state.model, {}, self.pipeline.test(images)).predictions[self.output]
+            u = predict(state.model, self.pipeline.test(images))
             target = jax.nn.one_hot(labels, self.classes, dtype=u.dtype)
             loss = jax.vmap(ENERGY[getattr(self.config.hyper, "loss", "se")])(target, u)
             rank = _rank(u, labels)

@@ -69,10 +69,9 @@ def choose_mode(
         return "stream", f"the training images have {size:,} bytes, of which the device gets a part at a time (room: {room:,})"
     if device.platform != "cpu":
         return "scan", f"an epoch is one program on {device.device_kind}"
-    few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
     if _convolves(config, data):
-        why = "this CPU's compiler runs convolutions in a loop ten to thirty times slower"
-        return ("host_unrolled", f"inference is written out: {why}") if few else ("host", "inference is a loop of many steps")
+        return "host", "a step is one program: with convolutions it is long enough"
+    few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
     facts = config.as_dict()
     shape = {name: value for name, value in facts["hyper"].items() if not isinstance(value, float)}  # rates cost no time
     here = {"members": len(seeds), "device": device.device_kind, "jax": jax.__version__, "cpus": os.cpu_count()}

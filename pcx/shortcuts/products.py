@@ -26,6 +26,7 @@ from pcx._jaxpr import evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = ("dot_general", "conv_general_dilated")
+SUMS = ("reduce_sum",)  # statistics of a batch, say: linear too, and a compiler may take two of them in different orders
 # These move numbers without changing them, so that the displacement of the output is that of the input, moved alike.
 MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy")
 SMALL = 64  # pixels of an image
@@ -78,7 +79,7 @@ def interpret(
         by = [FIXED if isinstance(atom, Literal) else moves.get(atom, FIXED) for atom in eqn.invars]
         here = (*place, eqn.outvars[0])
         inner = inside(eqn) if eqn.primitive.name in ("jit", "pjit") else None
-        if eqn.primitive.name in PRODUCTS:
+        if eqn.primitive.name in (*PRODUCTS, *SUMS):
             results = [product(eqn, operands, by, here)]
         elif inner is not None:
             names, consts = inner.jaxpr.invars, dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
@@ -112,12 +113,17 @@ class Anchor:
 
     def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at the start, remembered."""
+        if eqn.primitive.name in SUMS:
+            self.known[place] = (operands, operands, value := _plain(eqn, operands))
+            return value
         value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
         self.known[place] = (operands, [low(operand) for operand in operands], value)
         return value
 
     def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """A product at values of which some have moved since the start."""
+        if eqn.primitive.name in SUMS:
+            return self._sum(eqn, operands[0], away[0], place)
         moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
             return _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
@@ -125,6 +131,12 @@ class Anchor:
         if any(moving):
             value = value + self._moved(eqn, operands, away, place)
         return self._derived(eqn, value, operands, moving, place)
+
+    def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> Array:
+        if place not in self.known or by is FIXED:
+            return _plain(eqn, [operand])
+        (start,), _, value = self.known[place]
+        return value + _plain(eqn, [operand - start if by is UNKNOWN else by])
 
     def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
@@ -196,7 +208,10 @@ def rounded(function: F) -> F:
 
     Only bfloat16 needs it; tensorfloat32 is the hardware's own.
     """
-    return _interpreted(function, lambda eqn, operands, away, place: _low(eqn, *operands))
+    return _interpreted(
+        function,
+        lambda eqn, operands, away, place: _plain(eqn, operands) if eqn.primitive.name in SUMS else _low(eqn, *operands),
+    )
 
 
 def rounded_derivatives(function: F) -> F:
