@@ -87,20 +87,15 @@ def ours(task: dict[str, Any]) -> None:
     model = build_model(config, shape, ys.shape[-1], jax.random.key(0))
     weights = jax.tree.unflatten(jax.tree.structure(pcx.weights(model)), arrays)
     model = eqx.combine(weights, model)
-    loop = task["convolutions"] and jax.default_backend() == "cpu"  # there a loop runs convolutions many times slower
-    algorithm = make_algorithm(config, config.hyper, 1, **({"unroll": True} if loop else {}))
+    algorithm = make_algorithm(config, config.hyper, 1)
     key = jax.random.key(0)
     state = algorithm.init(model, xs[0], ys[0], key)
-    step = jax.jit(lambda state, x, y: algorithm.step(state, x, y, key)[0])
-    scan = jax.jit(lambda state: jax.lax.scan(lambda s, b: (algorithm.step(s, *b, key)[0], None), state, (xs, ys))[0])
+    keep = pcx.channels_last if jax.default_backend() == "cpu" else (lambda function: function)
+    scan = jax.jit(keep(lambda state: jax.lax.scan(lambda s, b: (algorithm.step(s, *b, key)[0], None), state, (xs, ys))[0]))
     seconds = []
     for number in range(1 + task["passes"]):
         start = time.perf_counter()
-        if loop:
-            for x, y in zip(xs, ys, strict=True):
-                state = step(state, x, y)
-        else:
-            state = scan(state)
+        state = scan(state)
         after = [np.asarray(leaf) for leaf in jax.tree.leaves(pcx.weights(state.model))]
         if number == 0:
             np.savez(task["result"], *after)

@@ -302,6 +302,55 @@ def test_products_inside_of_jit_are_found():
     assert products.rounded(function) is function
 
 
+def test_sums_differ_from_those_at_the_start_by_what_has_moved():
+    """A thousand numbers near 1000 move by about 1e-3. A sum in float32 may be off by as much as it moves; anchored, it is not."""
+    rng = np.random.default_rng(0)
+    start = (1000 + rng.normal(size=(1000, 6))).astype(np.float32)
+    now = (start + rng.normal(1e-3, 1e-4, size=start.shape)).astype(np.float32)
+    closed = jax.make_jaxpr(lambda x: jnp.sum(x, axis=0))(start)
+    variable, anchor = closed.jaxpr.invars[0], products.Anchor()
+
+    def total(x, product, away):
+        return products.interpret(closed.jaxpr, closed.jaxpr.eqns, {variable: x}, closed.jaxpr.outvars, product, away)[0]
+
+    base = total(jnp.asarray(start), anchor.record, {})
+    moved = np.sum(now.astype(np.float64) - start, axis=0)  # about 1, where numbers of this size are 1/16 apart
+    found = total(jnp.asarray(now), anchor.product, {variable: products.UNKNOWN})
+    assert np.abs(np.asarray(found, np.float64) - base - moved).max() <= 0.5 * np.spacing(np.float32(1e6)) + 1e-4
+    known = total(jnp.asarray(now), anchor.product, {variable: jnp.full_like(start, 2**-10)})
+    np.testing.assert_array_equal(known, base + jnp.float32(1000 / 2**10))
+    np.testing.assert_array_equal(total(jnp.asarray(start), anchor.product, {variable: products.UNKNOWN}), base)
+    one_by_one = [array[:, 0].cumsum(dtype=np.float32)[-1] for array in (now, start)]  # as a compiler may also take it
+    assert abs(one_by_one[0] - one_by_one[1] - moved[0]) > 0.3
+
+
+@pytest.mark.parametrize("precision", [None, TF32, "bfloat16"])
+def test_batch_statistics_have_their_derivatives(precision):
+    """Anchored at a start that is not where it is: the gradient of batch normalisation is that of plain JAX."""
+    x, z0 = jax.random.normal(jax.random.key(0), (9, 3)), jax.random.normal(jax.random.key(1), (9, 3))
+
+    def normalised(x):
+        centred = x - jnp.mean(x, axis=0)
+        return jnp.sin(centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=0) + 0.1))
+
+    closed = jax.make_jaxpr(normalised)(x)
+    variable, anchor = closed.jaxpr.invars[0], products.Anchor()
+
+    def run(x, product, away):
+        return products.interpret(closed.jaxpr, closed.jaxpr.eqns, {variable: x}, closed.jaxpr.outvars, product, away)[0]
+
+    with jax.default_matmul_precision(precision):
+        run(z0, anchor.record, {})
+        expected, plain = jax.vjp(normalised, x)
+        for function in (
+            lambda x: run(x, anchor.product, {variable: products.UNKNOWN}),
+            lambda x: run(x, anchor.product, {variable: x - z0}),
+        ):
+            found, back = jax.vjp(function, x)
+            assert largest_difference(found, expected) < 1e-14
+            assert largest_difference(back(jnp.ones_like(x)), plain(jnp.ones_like(x))) < 1e-13
+
+
 def test_displacements_follow_reshapes():
     """The displacement of a flattened node is the flattened displacement: no large numbers are subtracted on the way."""
     seen = []
