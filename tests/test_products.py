@@ -303,7 +303,7 @@ def test_products_inside_of_jit_are_found():
 
 
 def test_sums_differ_from_those_at_the_start_by_what_has_moved():
-    """A thousand numbers near 1000 move by about 1e-3. A sum in float32 may be off by as much as it moves, an anchored one not."""
+    """A thousand numbers near 1000 move by about 1e-3. In float32 a sum may be off by as much as it moves, if not anchored."""
     rng = np.random.default_rng(0)
     start = (1000 + rng.normal(size=(1000, 6))).astype(np.float32)
     now = (start + rng.normal(1e-3, 1e-4, size=start.shape)).astype(np.float32)
