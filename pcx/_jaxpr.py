@@ -13,11 +13,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 def inside(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program inside an equation that only calls it (jit, custom_jvp, remat …), else None (scan, cond, …)."""
     inner = [p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr)]
-    if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond"):
+    if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
         return None
     closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], ())
-    same = len(closed.jaxpr.invars) == len(eqn.invars) and len(closed.jaxpr.outvars) == len(eqn.outvars)
-    return closed if same else None
+    within, around = ([_shape(v) for v in (*e.invars, *e.outvars)] for e in (closed.jaxpr, eqn))
+    return closed if within == around else None  # that of a reduction combines two numbers
+
+
+def _shape(atom: Any) -> Any:
+    return getattr(atom.aval, "shape", None)
 
 
 def reach(jaxpr: Jaxpr, inputs: Sequence[frozenset[Any]]) -> list[frozenset[Any]]:

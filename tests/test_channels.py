@@ -78,9 +78,19 @@ AFTER = {
     "rolled": lambda z: jnp.roll(z, 1, axis=2),  # no rule
     "largest": lambda z: (z.argmax(1), jnp.sort(z, axis=1), jnp.cumsum(z, axis=1)),
     "window sums": lambda z: jax.lax.reduce_window(z, 0.0, jax.lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"),
+    "own reductions": lambda z: (
+        jax.lax.reduce(z, 1.0, lambda a, b: a * b + 1, (1,)),
+        jax.lax.reduce_window(z, 0.0, lambda a, b: a + 2 * b, (1, 2, 1, 1), (1, 1, 1, 1), "VALID"),
+    ),
+    "no steps": lambda z: jax.lax.scan(lambda h, part: (SAME(h, KERNEL) + part, h), z, jnp.zeros((0, 8))),
     "held": lambda z: jax.lax.optimization_barrier((z, IMAGE, z * 2)),
     "called": lambda z: (jax.jit(lambda x: x + 1)(z), odd_square(z), odd_cube(z), jax.checkpoint(jnp.sin)(z)),
     "branch": lambda z: jax.lax.cond(z[0, 0, 0, 0] > 0, lambda: SAME(z, KERNEL), lambda: z),
+    "branches": lambda z: [
+        jax.lax.switch(i, [lambda z, k: SAME(z, k).sum(1), lambda z, k: z[:, 1], lambda z, k: z.max(1)], z, KERNEL)
+        for i in (0, 1, 2)
+    ],
+    "a branch without": lambda z: jax.lax.cond(z[0, 0, 0, 0] > 0, lambda: z.sum(1), lambda: z[:, 0]),
     "another": lambda z: SAME(jax.nn.gelu(z), KERNEL).std(),
     "random": lambda z: z + jax.random.normal(jax.random.key(3), z.shape),
     "nothing": lambda z: z[:0].reshape(0, 192),
@@ -220,6 +230,13 @@ def test_every_convolution_is_one_that_the_compiler_is_quick_at():
         return algorithm.step(state, x, y, key)[0]
 
     good = "b01f_01io->b01f"
+
+    def choose(state, x, y):
+        return jax.lax.cond(
+            y[0, 0] > 0, lambda: SAME(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), KERNEL), lambda: jnp.zeros((7, 4, 8, 8))
+        )
+
+    assert set(labels(channels_last(choose))) == {good} != set(labels(choose))
     assert set(labels(step)) - {good}
     assert len(labels(channels_last(step))) == len(labels(step))
     assert set(labels(channels_last(step))) == {good}

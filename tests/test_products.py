@@ -320,6 +320,8 @@ def test_sums_differ_from_those_at_the_start_by_what_has_moved():
     known = total(jnp.asarray(now), anchor.product, {variable: jnp.full_like(start, 2**-10)})
     np.testing.assert_array_equal(known, base + jnp.float32(1000 / 2**10))
     np.testing.assert_array_equal(total(jnp.asarray(start), anchor.product, {variable: products.UNKNOWN}), base)
+    far = jnp.ones_like(start)  # of which a sum that starts at a million has no digit left
+    np.testing.assert_array_equal(total(far, anchor.product, {variable: products.UNKNOWN}), np.full(6, 1000.0))
     one_by_one = [array[:, 0].cumsum(dtype=np.float32)[-1] for array in (now, start)]  # as a compiler may also take it
     assert abs(one_by_one[0] - one_by_one[1] - moved[0]) > 0.3
 

@@ -1,7 +1,7 @@
 """Channels last: the same program with images kept as (batch, height, width, channels) between its operations.
 
 Models are written for images of (channels, height, width). JAX's compiler for CPUs convolves images whose channels are last: it
-turns every image before and after every convolution, and inside of a loop it does not, and convolves them many times slower.
+turns every image before and after every convolution; inside of loops and branches it does not, and convolves many times slower.
 `channels_last` traces a function and runs it again with arrays that remember the order of their axes. A convolution asks for
 the order that the compiler likes, elementwise operations keep the order that they meet, and what depends on the order of axes
 is told the new one. Where an operation has no rule here, and at the end, axes are put back. The arithmetic is the same; sums
@@ -88,11 +88,12 @@ def _back(laid: Laid) -> Any:
 
 
 def _convolves(closed: ClosedJaxpr) -> bool:
-    """Whether there is a convolution in a program, or in a loop or a call inside of it."""
+    """Whether there is a convolution in a program, or in a loop, a branch or a call inside of it."""
 
     def within(eqn: JaxprEqn) -> bool:
-        inner = eqn.params.get({"scan": "jaxpr", "while": "body_jaxpr"}.get(eqn.primitive.name, "")) or inside(eqn)
-        return eqn.primitive.name == "conv_general_dilated" or (inner is not None and _convolves(inner))
+        inner = inside(eqn)
+        parts = LOOPS[eqn.primitive.name](eqn.params) if eqn.primitive.name in LOOPS else [] if inner is None else [inner]
+        return eqn.primitive.name == "conv_general_dilated" or any(map(_convolves, parts))
 
     return any(map(within, closed.jaxpr.eqns))
 
@@ -265,7 +266,8 @@ def _scan(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
         results = _run(closed, [*fixed, *carry, *(Laid(part, _plain(part)) for part in parts)])
         return results[: end - first], results[end - first :]
 
-    orders = _settled(lambda carry: body(carry, [part[0] for part in given])[0], start)
+    shapes = [jax.ShapeDtypeStruct(part.shape[1:], part.dtype) for part in given]
+    orders = _settled(lambda carry, parts: body(carry, parts)[0], start, shapes)
 
     def step(carry: list[Any], parts: list[Any]) -> Any:
         after, rest = body([*map(Laid, carry, orders)], parts)
@@ -283,7 +285,7 @@ def _while(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
     if not _convolves(body):
         return None
     start = operands[second:]
-    orders = _settled(lambda carry: _run(body, [*operands[first:second], *carry]), start)
+    orders = _settled(lambda carry, _: _run(body, [*operands[first:second], *carry]), start, [])
 
     def going(carry: Any) -> Any:
         return _back(_run(condition, [*operands[:first], *map(Laid, carry, orders)])[0])
@@ -296,21 +298,40 @@ def _while(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
     return [*map(Laid, jax.lax.while_loop(going, step, begin), orders)]
 
 
-def _settled(body: Callable[[list[Laid]], list[Laid]], start: list[Laid]) -> list[Order]:
+def _branches(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
+    branches, (place, *given) = eqn.params["branches"], operands
+    if not any(map(_convolves, branches)):
+        return None
+
+    def taken(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *arrays: [_back(laid) for laid in _run(branch, [*map(Laid, arrays, (laid.order for laid in given))])]
+
+    results = jax.lax.switch(place.array, [taken(branch) for branch in branches], *(laid.array for laid in given))
+    return [Laid(array, _plain(array)) for array in results]
+
+
+def _settled(body: Callable[[list[Laid], Any], list[Laid]], start: list[Laid], shapes: list[Any]) -> list[Order]:
     """In which order the arrays of a loop come out of its body: so they are kept from step to step."""
     found: list[Order] = []
 
-    def look(*arrays: Any) -> None:
-        found[:] = [laid.order for laid in body([Laid(array, laid.order) for array, laid in zip(arrays, start, strict=True)])]
+    def look(arrays: list[Any], parts: list[Any]) -> None:
+        carry = [Laid(array, laid.order) for array, laid in zip(arrays, start, strict=True)]
+        found[:] = [laid.order for laid in body(carry, parts)]
 
-    jax.eval_shape(look, *(laid.array for laid in start))
+    jax.eval_shape(look, [laid.array for laid in start], shapes)
     return found
 
 
-LOOPS = ("scan", "while")
+# loops and branches, and the programs inside of them
+LOOPS: dict[str, Callable[[Any], Sequence[ClosedJaxpr]]] = {
+    "cond": lambda params: params["branches"],
+    "scan": lambda params: [params["jaxpr"]],
+    "while": lambda params: [params["body_jaxpr"]],
+}
 RULES: dict[str, Callable[[JaxprEqn, list[Laid]], list[Laid] | None]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
+    "cond": _branches,
     "conv_general_dilated": _convolution,
     "optimization_barrier": _barrier,
     "pad": _pad,

@@ -133,10 +133,14 @@ class Anchor:
         return self._derived(eqn, value, operands, moving, place)
 
     def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> Array:
+        """The sum at the start and that of what has moved; the plain one where that is more than half of it."""
+        plain = _plain(eqn, [operand])
         if place not in self.known or by is FIXED:
-            return _plain(eqn, [operand])
+            return plain
         (start,), _, value = self.known[place]
-        return value + _plain(eqn, [operand - start if by is UNKNOWN else by])
+        moved = operand - start if by is UNKNOWN else by
+        near = _plain(eqn, [jnp.abs(moved)]) <= _plain(eqn, [jnp.abs(operand)]) / 2
+        return jnp.where(near, value + _plain(eqn, [moved]), plain)
 
     def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
