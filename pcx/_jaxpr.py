@@ -16,12 +16,10 @@ def inside(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
         return None
     closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], ())
-    within, around = ([_shape(v) for v in (*e.invars, *e.outvars)] for e in (closed.jaxpr, eqn))
-    return closed if within == around else None  # that of a reduction combines two numbers
-
-
-def _shape(atom: Any) -> Any:
-    return getattr(atom.aval, "shape", None)
+    within, around = (
+        [[getattr(v.aval, "shape", None) for v in vs] for vs in (e.invars, e.outvars)] for e in (closed.jaxpr, eqn)
+    )
+    return closed if within == around else None  # that of a reduction combines two numbers, that of a kernel has no outputs
 
 
 def reach(jaxpr: Jaxpr, inputs: Sequence[frozenset[Any]]) -> list[frozenset[Any]]:

@@ -138,11 +138,78 @@ def test_loops_are_the_same(function):
 
 
 def test_derivatives_are_those_of_the_function():
+    """By arguments and by what the function closes over, inside of other transformations too."""
+
     def function(x, w):
         return jnp.sum(odd_square(SAME(x, w)) + odd_cube(SAME(x, w)))
 
     expected = jax.grad(function, (0, 1))(IMAGE, KERNEL)
-    assert largest_difference(jax.grad(channels_last(function), (0, 1))(IMAGE, KERNEL), expected) < 1e-12
+    cases = [
+        jax.grad(channels_last(function), (0, 1)),
+        jax.grad(lambda x, w: channels_last(lambda: function(x, w))(), (0, 1)),
+        jax.grad(jax.jit(lambda x, w: channels_last(lambda x: function(x, w))(x)), (0, 1)),
+        lambda x, w: (
+            jax.grad(lambda x: jax.jit(lambda x, w: channels_last(lambda x: function(x, w))(x))(x, w))(x),
+            expected[1],
+        ),
+    ]
+    for case in cases:
+        assert largest_difference(case(IMAGE, KERNEL), expected) < 1e-11
+
+    def looped(x, keep):
+        return jax.lax.scan(lambda h, k: (keep(lambda h: jnp.sin(SAME(h, KERNEL * k)))(h), None), x, jnp.arange(2.0))[0].sum()
+
+    plain = jax.grad(looped)(IMAGE, lambda function: function)
+    assert largest_difference(jax.grad(looped)(IMAGE, channels_last), plain) < 1e-12
+
+
+def test_arguments_of_every_kind():
+    """Defaults stay what they are; keywords are arguments too."""
+
+    def function(x, w, *more, times=2, mode="SAME", scale, **others):
+        for _ in range(times):
+            x = jax.lax.conv(x, w, (1, 1), mode) * scale
+        return [x + sum(more), *others.values()]
+
+    given = {"scale": jnp.float32(0.5), "last": None, "other": {"a": KERNEL}}
+    expected, found = function(IMAGE, KERNEL, 1.0, **given), channels_last(function)(IMAGE, KERNEL, 1.0, **given)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert largest_difference(found, expected) < 1e-12
+    assert channels_last(function).__name__ == "function"
+
+
+def doubled(x, interpret=True):
+    """By a kernel of whole arrays."""
+    from jax.experimental import pallas as pl
+
+    def double(given, result):
+        result[...] = given[...] * 2
+
+    return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret)(x)
+
+
+def test_what_is_only_for_other_platforms_stays_there():
+    """Such a kernel cannot be compiled for a CPU."""
+
+    def function(x, w):
+        return jax.lax.platform_dependent(x, w, cuda=lambda x, w: doubled(SAME(x, w), False), default=SAME)
+
+    assert largest_difference(jax.jit(channels_last(function))(IMAGE, KERNEL), SAME(IMAGE, KERNEL)) < 1e-12
+
+
+def test_a_kernel_of_whole_arrays_is_no_call():
+    """Its program writes to its arguments; neither this nor the graph of a model goes into it."""
+    found = jax.jit(channels_last(lambda x, w: doubled(SAME(x, w))))(IMAGE, KERNEL)
+    assert largest_difference(found, 2 * SAME(IMAGE, KERNEL)) < 1e-12
+
+    class Doubling(pcx.EnergyModule):
+        def __init__(self):
+            self.first, self.second = pcx.Vode((4,)), pcx.Vode((4,))
+
+        def __call__(self, x):
+            return self.second(doubled(self.first(x)))
+
+    assert pcx.graph(Doubling(), jnp.ones((3, 4))).parents["second"] == {"first"}
 
 
 def test_mapped_over_kernels_and_with_other_arguments():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from pcx._jaxpr import evaluate, inside
 
@@ -56,8 +56,8 @@ class Laid(NamedTuple):
 def channels_last(function: F) -> F:
     """A function that computes the same, for `jax.jit` on a CPU, where convolutional networks train faster with it.
 
-    Its derivatives are those of the function as it is, so it belongs around a whole training step. Arguments are arrays and
-    trees of arrays, as for `jax.jit`.
+    It belongs around a whole training step: derivatives of it are those of the function as it is, and `jax.vmap` goes inside.
+    Arguments are arrays and trees of arrays, as for `jax.jit`.
 
     >>> import jax.numpy as jnp
     >>> image, kernel = jnp.ones((1, 3, 5, 5)), jnp.ones((2, 3, 3, 3))
@@ -65,17 +65,36 @@ def channels_last(function: F) -> F:
     (1, 2, 3, 3)
     """
 
-    @jax.custom_jvp
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        if not _convolves(closed):
-            return function(*arguments)
-        results = _run(closed, [Laid(leaf, _plain(leaf)) for leaf in jax.tree.leaves(arguments)])
-        return jax.tree.unflatten(jax.tree.structure(shapes), [_back(result) for result in results])
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        leaves, structure = jax.tree.flatten((arguments, keywords))
 
-    call.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
+        def flat(*leaves: Any) -> Any:
+            arguments, keywords = jax.tree.unflatten(structure, leaves)
+            return function(*arguments, **keywords)
+
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        if not _convolves(closed):
+            return function(*arguments, **keywords)
+        results = _differentiable(closed.jaxpr)(closed.consts, leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
     return call  # type: ignore[return-value]
+
+
+def _differentiable(jaxpr: Jaxpr) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """A program with channels last, of its constants and its arguments, whose derivative is that of the plain program."""
+
+    @jax.custom_jvp
+    def turned(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        results = _run(ClosedJaxpr(jaxpr, consts), [Laid(leaf, _plain(leaf)) for leaf in leaves])
+        return [_back(result) for result in results]
+
+    def plain(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*leaves)
+
+    turned.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return turned
 
 
 def _plain(array: Any) -> Order:
@@ -300,7 +319,7 @@ def _while(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
 
 def _branches(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
     branches, (place, *given) = eqn.params["branches"], operands
-    if not any(map(_convolves, branches)):
+    if not any(map(_convolves, branches)) or eqn.params.get("branches_platforms"):
         return None
 
     def taken(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
