@@ -133,12 +133,13 @@ class Anchor:
         return self._derived(eqn, value, operands, moving, place)
 
     def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> Array:
-        """The sum at the start and that of what has moved; the plain one where that is more than half of it."""
-        plain = _plain(eqn, [operand])
+        """The sum at the start and that of what has moved; the plain one where a function of values moved by more than half."""
         if place not in self.known or by is FIXED:
-            return plain
+            return _plain(eqn, [operand])
         (start,), _, value = self.known[place]
-        moved = operand - start if by is UNKNOWN else by
+        if by is not UNKNOWN:
+            return value + _plain(eqn, [by])
+        moved, plain = operand - start, _plain(eqn, [operand])
         near = _plain(eqn, [jnp.abs(moved)]) <= _plain(eqn, [jnp.abs(operand)]) / 2
         return jnp.where(near, value + _plain(eqn, [moved]), plain)
 
