@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results/channels.jsonl"))
     options = parser.parse_args()
+    if options.passes < 1:
+        parser.error(f"--passes is {options.passes}; at least one is timed")
     import jax
 
     from pcx.bench import record

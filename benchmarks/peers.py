@@ -90,8 +90,12 @@ def ours(task: dict[str, Any]) -> None:
     algorithm = make_algorithm(config, config.hyper, 1)
     key = jax.random.key(0)
     state = algorithm.init(model, xs[0], ys[0], key)
-    keep = pcx.channels_last if jax.default_backend() == "cpu" else (lambda function: function)
-    scan = jax.jit(keep(lambda state: jax.lax.scan(lambda s, b: (algorithm.step(s, *b, key)[0], None), state, (xs, ys))[0]))
+
+    @jax.jit
+    @pcx.channels_last
+    def scan(state: Any) -> Any:
+        return jax.lax.scan(lambda s, b: (algorithm.step(s, *b, key)[0], None), state, (xs, ys))[0]
+
     seconds = []
     for number in range(1 + task["passes"]):
         start = time.perf_counter()

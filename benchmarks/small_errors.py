@@ -30,15 +30,16 @@ def gradients_of(model, x, label, hyper, shortcuts, precision, state_dtype=None)
     last = pcx.output_node(model, x)
     options = {"optimiser": optax.sgd(hyper.lr_h, momentum=hyper.momentum_h), "steps": hyper.T, "shortcuts": shortcuts}
     options |= {"state_dtype": state_dtype, "training": True}
-    keep = pcx.channels_last if jax.default_backend() == "cpu" else (lambda function: function)
 
+    @jax.jit
+    @pcx.channels_last
     def gradient(model, x):
         done = pcx.infer(model, x, {last: label}, **options)
         settled = done.values if done.displaced is None else done.displaced
         return pcx.weight_gradient(model, lambda u: pcx.deltas(model, settled, u), settled, x, training=True)
 
     with jax.default_matmul_precision(precision):
-        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(jax.jit(keep(gradient))(model, x))]
+        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient(model, x))]
 
 
 def cosine(a, b):

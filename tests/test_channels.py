@@ -235,6 +235,14 @@ def test_a_function_without_convolutions_is_called_as_it_is():
     assert calls[-1] is IMAGE
 
 
+def test_on_an_accelerator_a_function_is_called_as_it_is(monkeypatch):
+    """There the compiler orders axes by itself."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "transpose" not in str(jax.make_jaxpr(channels_last(SAME))(IMAGE, KERNEL))
+    monkeypatch.undo()
+    assert "transpose" in str(jax.make_jaxpr(channels_last(SAME))(IMAGE, KERNEL))
+
+
 class Normalised(pcx.EnergyModule):
     """Convolutions with batch statistics and a skip connection, then the mean over pixels."""
 

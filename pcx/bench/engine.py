@@ -218,8 +218,8 @@ class Engine:
         return (jax.tree.map(lambda a, b: _select(alive, a, b), new, state), alive), row
 
     def _images_last(self, function: F) -> F:
-        """What a CPU's compiler likes where there are convolutions; on a GPU it finds that by itself."""
-        return channels_last(function) if self.convolutional and jax.default_backend() == "cpu" else function
+        """What a CPU's compiler likes where there are convolutions; without them, nothing need be looked for."""
+        return channels_last(function) if self.convolutional else function
 
     def _wrong(self, row: Array) -> Array:
         """Which energies are not numbers or too large, and whether the loss is no number."""

@@ -56,8 +56,8 @@ class Laid(NamedTuple):
 def channels_last(function: F) -> F:
     """A function that computes the same, for `jax.jit` on a CPU, where convolutional networks train faster with it.
 
-    It belongs around a whole training step: derivatives of it are those of the function as it is, and `jax.vmap` goes inside.
-    Arguments are arrays and trees of arrays, as for `jax.jit`.
+    Elsewhere it is the function as it is. It belongs around a whole training step: its derivatives are those of the function,
+    and `jax.vmap` goes inside. Arguments are arrays and trees of arrays, as for `jax.jit`.
 
     >>> import jax.numpy as jnp
     >>> image, kernel = jnp.ones((1, 3, 5, 5)), jnp.ones((2, 3, 3, 3))
@@ -67,6 +67,8 @@ def channels_last(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
+        if jax.default_backend() != "cpu":
+            return function(*arguments, **keywords)
         leaves, structure = jax.tree.flatten((arguments, keywords))
 
         def flat(*leaves: Any) -> Any:
@@ -241,11 +243,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         before, after = [*range(i, len(old))[:1]], [*range(j, len(new))[:1]]
-        while (large := math.prod(old[k] for k in before)) != (small := math.prod(new[k] for k in after)):
-            if large < small:
-                before.append(before[-1] + 1 if before else i)
-            else:
-                after.append(after[-1] + 1 if after else j)
+        while (first := math.prod(old[k] for k in before)) != (second := math.prod(new[k] for k in after)):
+            smaller = before if first < second else after
+            smaller.append(smaller[-1] + 1)
         i, j = i + len(before), j + len(after)
         groups.append((before, after))
     return groups
