@@ -1,14 +1,16 @@
-"""This library beside the paper's own: the same weights and batches, whether the numbers agree, and what each takes.
+"""This library beside another: the same weights and batches, whether the numbers agree, and what each takes.
 
     python benchmarks/peers.py --task fashionmnist/mlp --algorithm pc_se
     python benchmarks/peers.py --task cifar10/vgg5 --algorithm ipc --batch 4 --steps 2 --passes 0 --float64
     python benchmarks/peers.py --task cifar100/vgg5 --batch 32 --steps 1 --passes 0 --exact
+    python benchmarks/peers.py --library fabricpc --set momentum_h=0
 
-The peer is the authors' released package, `pcx` 0.6.3. It has the name of this one, so each trains in a process of its own,
-with the same versions of everything else; the package is fetched into runs/peers without its dependencies, or read from
---peer. Images are random, of the task's shape, and the settings those of `pcx run`, with a constant weight learning rate. After
-one pass over the batches the change of every weight array is compared; then passes are timed, the two libraries in turn.
-With --exact the change is also computed in float64, and the cosine of each library's own with it is printed.
+The peer is a released package: `pcx` 0.6.3 of the paper's authors, or `fabricpc` 0.6.0. The first has the name of this library,
+so each trains in a process of its own, with the same versions of everything else; the package is fetched into runs/peers
+without what is installed already, or read from --peer. Images are random, of the task's shape, and the settings those of
+`pcx run`, with a constant weight learning rate. After one pass over the batches the change of every weight array is compared;
+then passes are timed, the two libraries in turn. With --exact the change is also computed in float64, and the cosine of each
+library's own with it is printed.
 """
 
 import argparse
@@ -19,14 +21,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 HERE = Path(__file__).parent
-RELEASE = "0.6.3"
 SHAPES = {"mnist": (1, 28, 28), "fashionmnist": (1, 28, 28), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
-ALGORITHMS = ("pc_se", "pc_ce", "pn", "nn", "ipc")
+ACTIVATIONS = ("gelu", "hard_tanh", "leaky_relu", "relu")
+
+
+class Peer(NamedTuple):
+    """The version of a package, a folder in it, what it needs and this library does not, and what it can do."""
+
+    release: str
+    inside: str
+    needs: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    momentum: bool
+
+
+PEERS = {
+    "pcx": Peer("0.6.3", "pcx/predictive_coding", (), ("pc_se", "pc_ce", "pn", "nn", "ipc"), momentum=True),
+    "fabricpc": Peer("0.6.0", "fabricpc/training", ("tqdm",), ("pc_se", "pc_ce"), momentum=False),
+}
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -108,16 +125,28 @@ def ours(task: dict[str, Any]) -> None:
     print(json.dumps(seconds))
 
 
-def peer_folder(given: Path | None) -> Path:
+def refuse(library: str, task: dict[str, Any]) -> None:
+    """Stop where the peer cannot do what the task says."""
+    peer = PEERS[library]
+    if task["algorithm"] not in peer.algorithms:
+        sys.exit(f"error: {library} has no {task['algorithm']}; use --algorithm {'|'.join(peer.algorithms)}.")
+    if task["momentum_h"] and not peer.momentum:
+        sys.exit(f"error: {library} has no momentum of the values, and momentum_h is {task['momentum_h']}; --set momentum_h=0.")
+    if task["activation"] not in ACTIVATIONS:
+        sys.exit(f"error: the peers have no activation {task['activation']}; --set activation={'|'.join(ACTIVATIONS)}.")
+
+
+def peer_folder(library: str, given: Path | None) -> Path:
     """The folder of the released package; fetched if it is not there."""
-    folder = given or Path("runs/peers") / f"pcx-{RELEASE}"
-    if not (folder / "pcx" / "predictive_coding").is_dir():
+    peer = PEERS[library]
+    folder = given or Path("runs/peers") / f"{library}-{peer.release}"
+    if not (folder / peer.inside).is_dir():
         if given:
-            sys.exit(f"error: {given} holds no released pcx; leave --peer away to fetch it.")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"pcx=={RELEASE}"]
-        if subprocess.run(command, check=False).returncode:
-            sys.exit(f"error: pcx {RELEASE} could not be fetched; give the folder of a copy by --peer.")
-    return folder
+            sys.exit(f"error: {given} holds no released {library}; leave --peer away to fetch it.")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        if subprocess.run([*command, f"{library}=={peer.release}", *peer.needs], check=False).returncode:
+            sys.exit(f"error: {library} {peer.release} could not be fetched; give the folder of a copy by --peer.")
+    return folder.resolve()
 
 
 def start(command: list[str], environment: dict[str, str]) -> list[float]:
@@ -152,8 +181,9 @@ def cosines(folder: Path, task: dict[str, Any], name: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default="pcx", choices=PEERS, help="the peer")
     parser.add_argument("--task", default="fashionmnist/mlp")
-    parser.add_argument("--algorithm", default="pc_se", choices=ALGORITHMS)
+    parser.add_argument("--algorithm", default="pc_se", choices=PEERS["pcx"].algorithms)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=100, help="batches of a pass")
     parser.add_argument("--passes", type=int, default=3, help="timed passes of each process; there are two of each library")
@@ -170,19 +200,26 @@ def main() -> None:
     dataset, _, model = options.task.partition("/")
     if dataset not in SHAPES or model not in ("mlp", "vgg5", "vgg7"):
         sys.exit(f"error: {options.task} is not one of {'|'.join(SHAPES)}/mlp|vgg5|vgg7.")
-    peer = peer_folder(options.peer).resolve()
     folder = Path("runs/peers").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     products = "tensorfloat32" if options.tf32 else "float32"
     wide = {"JAX_ENABLE_X64": "1" if options.float64 else "0", "JAX_DEFAULT_MATMUL_PRECISION": products}
     os.environ |= wide
-    task = prepare(options, folder)
+    from pcx.bench import record
+    from pcx.bench.config import ConfigError
+
+    try:
+        task = prepare(options, folder)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    refuse(options.library, task)
+    peer, title = peer_folder(options.library, options.peer), f"{options.library} {PEERS[options.library].release}"
     names = ("ours", "peer")
     for name in names:
         (folder / f"{name}.json").write_text(json.dumps(task | {"result": str(folder / f"{name}.npz")}))
     commands = {
         "ours": ([str(HERE / "peers.py"), "--worker", str(folder / "ours.json")], {}),
-        "peer": ([str(HERE / "peer_pcx.py"), str(folder / "peer.json")], {"PYTHONPATH": str(peer)}),
+        "peer": ([str(HERE / f"peer_{options.library}.py"), str(folder / "peer.json")], {"PYTHONPATH": str(peer)}),
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names * (2 if options.passes else 1):
@@ -192,7 +229,7 @@ def main() -> None:
     print("largest difference between the changes of a weight array, of its largest change:", *(f"{d:.1e}" for d in away))
     found: dict[str, Any] = {
         "what": "peers",
-        "peer": f"pcx {RELEASE}",
+        "peer": title,
         "float64": options.float64,
         "products": products,
         "away": away,
@@ -202,15 +239,14 @@ def main() -> None:
         median = {name: statistics.median(times) for name, times in seconds.items()}
         each = {name: 1e3 * value / task["steps"] for name, value in median.items()}
         ratio = each["peer"] / each["ours"]
-        print(f"ms per step: ours {each['ours']:.3f}, pcx {RELEASE} {each['peer']:.3f}, {ratio:.1f} times")
-    from pcx.bench import record
-
+        print(f"ms per step: ours {each['ours']:.3f}, {title} {each['peer']:.3f}, {ratio:.1f} times")
     if options.exact:
         (folder / "exact.json").write_text(json.dumps(task | {"result": str(folder / "exact.npz"), "passes": 0}))
         start([str(HERE / "peers.py"), "--worker", str(folder / "exact.json")], {"JAX_ENABLE_X64": "1"})
         found["cosines"] = {name: cosines(folder, task, name) for name in names}
-        for name, title in (("ours", "ours"), ("peer", f"pcx {RELEASE}")):
-            print(f"cosine with the change in float64, layer by layer, {title}:", *(f"{c:.3f}" for c in found["cosines"][name]))
+        for name, called in zip(names, ("ours", title), strict=True):
+            numbers = (f"{c:.3f}" for c in found["cosines"][name])
+            print(f"cosine with the change in float64, layer by layer, {called}:", *numbers)
     kept = {name: value for name, value in task.items() if name != "arrays"}
     record.append(options.out, found | {"task": kept} | record.environment())
 
