@@ -58,7 +58,7 @@ def main() -> None:
         special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL)
         try:
             before, after, loss = trained(text, options.steps)
-            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda in_parts: False, 0
+            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda dtype: False, 0
             _, plain, other = trained(text, options.steps)
         except ConfigError as error:
             sys.exit(f"error: {text}: {error}")

@@ -32,6 +32,7 @@ from pcx._model import (
     weight_dtype,
 )
 from pcx._types import INPUT, Displaced, Key, ModelError, Nodes, Observations, Observed, Rule, Run, near
+from pcx.shortcuts.differences import way
 
 M = TypeVar("M")
 
@@ -259,14 +260,14 @@ def factor_energies(
 ) -> Nodes[Float[Array, " batch"]]:
     """The energy of every factor (node, prediction, energy with its precision), one number per sample.
 
-    Where values are displaced, ``h - u`` is the displacement minus how far the prediction is from the start.
+    Where values are displaced, ``h - u`` is the displacement minus how far the prediction is from the start (`way`).
     """
     result, known = {}, values.values if isinstance(values, Displaced) else values
     for name, (energy, precision) in factors.items():
         one = functools.partial(weighted, energy, precision=precision, name=name)
         h, u = known[name], predictions[name]
         if isinstance(values, Displaced) and getattr(energy, "difference", False):
-            h, u = values.by[name], jnp.zeros_like(u) if u is values.start[name] else u - values.start[name]
+            h, u = values.by[name], way(values, predictions, name)
         result[name] = jax.vmap(one)(h, u)
         if result[name].ndim != 1:
             raise ModelError(f"the energy of node {name!r} has shape {result[name].shape[1:]} per sample; return one number.")

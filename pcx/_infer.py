@@ -32,6 +32,7 @@ from pcx._init import Init, forward
 from pcx._model import weight_dtype
 from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Nodes, Observations, Observed, Run, Shortcuts, near
 from pcx.shortcuts import products
+from pcx.shortcuts.differences import gaps
 from pcx.shortcuts.kernel import ChainKernel
 from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
 from pcx.shortcuts.pooling import PooledErrors
@@ -146,6 +147,7 @@ class _Task:
             self.stacks = self.program.stacked_weights() if shortcuts.stack else None
             if shortcuts.anchor and (state_dtype is not None or products.worthwhile(self.dtype)):
                 self.anchor = self.program.anchor(start.values)
+        self.gap = gaps(start.values, start.predictions)
         self.pooled = PooledErrors(self)
 
     def first(self) -> Nodes[Array]:
@@ -160,9 +162,8 @@ class _Task:
     def all_values(self, free: Nodes[Array]) -> Nodes[Array] | Displaced:
         if self.anchor is None:
             return self.start.values | free
-        start = self.start.values
-        by = {n: free[n].astype(value.dtype) if n in free else jnp.zeros_like(value) for n, value in start.items()}
-        return Displaced(start, Nodes(by))
+        by = {n: free[n].astype(h.dtype) if n in free else jnp.zeros_like(h) for n, h in self.start.values.items()}
+        return Displaced(self.start.values, Nodes(by), self.gap)
 
     def values(self, free: Nodes[Array]) -> Nodes[Array]:
         found = self.all_values(free)
@@ -177,9 +178,8 @@ class _Task:
         if self.anchor is None or not isinstance(values, Displaced):
             found = self.program.predict(known, moving, stacks=self.stacks)
         else:
-            away = {name: values.by[name] for name in moved}
-            found = self.program.predict(known, moving, product=self.anchor.product, moved=away)
-        return found | self.constants.only(names)
+            found = self.program.predict(known, moving, product=self.anchor.product, moved={n: values.by[n] for n in moved})
+        return found.with_still(self.constants.only(names))
 
     def factors_of(self, names: list[str], step: Any) -> dict[str, Factor]:
         return self.objective.factors(self.model, self.start.values.only(names), step)
@@ -259,7 +259,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free, zeros = pinned(self.updated(free, {n: updates[n] for n in targets if n in updates}), zeros, self.state_dtype)
+            free, zeros = pinned(self.updated(free, updates.only(targets)), zeros, self.state_dtype, moved)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -268,10 +268,9 @@ class _Task:
         def body(carry: Any, step: Any, moved: Iterable[str] | None = None) -> Any:
             free, state = carry
             gradients = self.gradient(free, step, active, targets, moved)
-            rest = {name: jnp.zeros_like(free[name]) for name in self.free if name not in gradients}
-            everything = Nodes({name: (gradients | rest)[name] for name in self.free})
+            everything = Nodes({n: gradients[n] if n in gradients else jnp.zeros_like(free[n]) for n in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free, state = pinned(self.updated(free, updates), state, self.state_dtype)
+            free, state = pinned(self.updated(free, updates), state, self.state_dtype, self.free)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None
@@ -285,7 +284,7 @@ class _Task:
                 history.append(noted)
         else:
             carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
-        return self.inferred(*carry, steps, frozenset(active), _join(_stack(history), rest))
+        return self.inferred(*carry, steps, frozenset(active), _join(history, rest))
 
     def inferred(self, free: Nodes[Array], state: Any, steps: int, reached: frozenset[str], history: Any) -> Inferred:
         count, values = jnp.full((self.batch,), steps, jnp.int32), self.all_values(free)
@@ -300,7 +299,7 @@ class _Task:
             return None
         whole = [name for name in plan[-1][1] if name not in self.fixed and name in plan[-1][0]]
         factors = self.factors_of(plan[-1][0], 0)
-        energy = BlockEnergy.of(self.program, self.stacks, self.free, whole, factors, self.start.values, self.anchor)
+        energy = BlockEnergy.of(self.program, self.stacks, self.free, whole, factors, self.start.values, self.anchor, self.gap)
         optimiser = None if energy is None else BlockOptimiser(lazy, energy.blocks)
         if energy is None or optimiser is None or not optimiser.fits:
             return None
@@ -354,15 +353,12 @@ class _Task:
             carry, trace = jax.lax.while_loop(lambda carry: jnp.any(carry[3]) & (carry[5] < steps), body, carry), None
         else:
             carry, rest = jax.lax.scan(lambda c, _: (new := body(c), note(new[5], new[0])), carry, length=steps)
-            trace = _join(_stack([note(0, free)]), rest)
+            trace = _join([note(0, free)], rest)
         free, state, _, _, count, _, last = carry
         done = self.inferred(free, state, steps, frozenset(self.factors), trace)
         return dataclasses.replace(done, steps=count, gradient_start=first, gradient_end=last)
 
 
-def _stack(items: list[Any]) -> Any:
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *items)
-
-
-def _join(first: Any, rest: Any) -> Any:
+def _join(items: list[Any], rest: Any) -> Any:
+    first = jax.tree.map(lambda *parts: jnp.stack(parts), *items)
     return first if rest is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, rest)

@@ -18,6 +18,7 @@ from pcx._infer import infer
 from pcx._model import Vode, named, partition, path_name
 from pcx._types import Displaced, Key, ModelError, Nodes, Trained, near
 from pcx.shortcuts import products
+from pcx.shortcuts.differences import Predictions
 from pcx.shortcuts.plan import Program
 from pcx.shortcuts.zeros import refuse_nan
 
@@ -41,7 +42,7 @@ def deltas(
         parts = factor_energies(factors, values, predictions)
         return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros(()))
 
-    return jax.grad(total)(given)
+    return jax.grad(total)(given).only(given)
 
 
 def weight_gradient(
@@ -61,8 +62,7 @@ def weight_gradient(
     model's structure, with None where there is no weight. BatchNorm is differentiated with its batch statistics.
     Displaced values (`Inferred.displaced`) keep small errors exact where products are rounded.
     """
-    away = values if isinstance(values, Displaced) else None
-    values = values.values if isinstance(values, Displaced) else values
+    values, away = (values.values, values) if isinstance(values, Displaced) else (values, None)
     n, nodes = batch_size(x, values), named(model, Vode)
     if n == 0:
         raise ModelError("the batch has no samples; a weight gradient is a mean over at least one.")
@@ -73,17 +73,17 @@ def weight_gradient(
     weights, rest = partition(model)
     full = Nodes(values) if set(values) == set(nodes) else execute(model, values, x, {}, {}, key, training, n).values
     program = Program(model, full, x, key, training)
+    chosen = [name for name in program.outputs if name in wanted]
     anchored = away is not None or products.precision() is not None
     product = program.anchor(full if away is None else away.start).product if anchored else None
-    moved = {} if away is None else dict(away.by)
 
-    def predictions(weights: M) -> Nodes[Array]:
+    def predictions(weights: M) -> tuple[Nodes[Array], Any]:
         arrays = eqx.filter(eqx.combine(weights, rest), eqx.is_array)
-        named = [name for name in program.outputs if name in set(wanted)]
-        return program.predict(full, named, arrays, product=product, moved=moved)
+        found = program.predict(full, chosen, arrays, product=product, moved={} if away is None else away.by)
+        return Nodes(found, found.roots), found.by
 
-    u, pull = jax.vjp(predictions, weights)
-    given = delta if isinstance(delta, Mapping) else delta(u)
+    u, pull, by = jax.vjp(predictions, weights, has_aux=True)
+    given = delta if isinstance(delta, Mapping) else delta(Predictions(u, u.roots, by))
     return pull(Nodes({name: (jnp.asarray(given[name]) / n).astype(u[name].dtype) for name in u}))[0]
 
 

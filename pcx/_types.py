@@ -107,10 +107,14 @@ Rule: TypeAlias = Callable[[Array], Array]  # what a node's value is, given the 
 
 
 class Displaced(NamedTuple):
-    """Values as a start and the way from it, which is known to its own precision: ``values = start + by``."""
+    """Values as a start and the way from it, which is known to its own precision: ``values = start + by``.
+
+    ``gap`` is how far the start of a node was from its prediction there, where that is known; None where it was the prediction.
+    """
 
     start: "Nodes[Float[Array, 'batch ...']]"
     by: "Nodes[Float[Array, 'batch ...']]"
+    gap: "Nodes[Float[Array, 'batch ...'] | None]" = Nodes()
 
     @property
     def values(self) -> "Nodes[Float[Array, 'batch ...']]":

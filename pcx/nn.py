@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from pcx._model import Layer
 from pcx._types import Key, ModelError
 from pcx.shortcuts.pooling import INCREASING, pool_name
+from pcx.shortcuts.windows import first_largest, pcx_max_2x2, windows
 
 
 class _Stream:
@@ -155,36 +156,15 @@ def largest_2x2(
     ``by(largest_2x2(x, by))`` is the maximum of ``by(x)`` with the same gradient, but the derivative of ``by`` is taken at
     one pixel in four.
     """
-    return _first_largest(_windows(x), by)[0]
-
-
-def _windows(x: Array) -> Array:
-    """Pixels as (…, window row, row inside, window column, column inside); an odd last row or column is left out."""
-    height, width = x.shape[-2] // 2, x.shape[-1] // 2
-    return x[..., : 2 * height, : 2 * width].reshape(*x.shape[:-2], height, 2, width, 2)
-
-
-def _first_largest(windows: Array, by: Callable[[Array], Array] | None) -> tuple[Array, Array]:
-    """The chosen pixels and their places: 0 and 1 in the upper row, 2 and 3 in the lower.
-
-    Without ``by`` the pixels are maxima: a compiler for GPUs then makes one kernel of this, and else writes the corners first.
-    """
-    a, b, c, d = (windows[..., i, :, j] for i in (0, 1) for j in (0, 1))
-    fa, fb, fc, fd = (a, b, c, d) if by is None else map(by, (a, b, c, d))
-    left_top, left_bottom = fa >= fb, fc >= fd
-    upper = jnp.maximum(fa, fb) >= jnp.maximum(fc, fd)
-    place = jnp.where(upper, jnp.where(left_top, 0, 1), jnp.where(left_bottom, 2, 3)).astype(jnp.int8)
-    if by is None:
-        return jnp.maximum(jnp.maximum(a, b), jnp.maximum(c, d)), place
-    return jnp.where(upper, jnp.where(left_top, a, b), jnp.where(left_bottom, c, d)), place
+    return pcx_max_2x2(x) if by is None else first_largest(windows(x), by)[0]
 
 
 @largest_2x2.defjvp
 def _largest_2x2_jvp(by: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    largest, place = _first_largest(_windows(primals[0]), by)
+    largest, place = first_largest(windows(primals[0]), by)
     corner = jnp.arange(4, dtype=jnp.int8).reshape(2, 1, 2)
     chosen = place[..., :, None, :, None] == corner
-    return largest, jnp.sum(jnp.where(chosen, _windows(tangents[0]), 0), axis=(-3, -1))
+    return largest, jnp.sum(jnp.where(chosen, windows(tangents[0]), 0), axis=(-3, -1))
 
 
 class MaxPool2d(eqx.Module):

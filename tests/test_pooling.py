@@ -99,13 +99,13 @@ def test_the_wave_front_and_constants_stay():
     assert [kernels(model, x, observed, "tensorfloat32", steps=n) for n in range(7)] == [0, 0, 0, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_one_launch_by_hand(known):
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_launch_by_hand(apart):
     """Error and pixels of every window in numpy, with ties: the first largest pixel takes all."""
     rng = np.random.default_rng(0)
-    z = rng.integers(-2, 3, (2, 16, 4, 6)).astype(float)
-    by, start, bias = rng.normal(size=(2, 16, 2, 3)), rng.normal(size=(2, 16, 2, 3)), rng.normal(size=16)
-    base = rng.integers(-2, 3, z.shape).astype(float) if known else np.zeros_like(z)
+    z, base = (rng.integers(-2, 3, (2, 16, 4, 6)).astype(float) for _ in range(2))
+    by, gap, bias = rng.normal(size=(2, 16, 2, 3)), rng.normal(size=(2, 16, 2, 3)), rng.normal(size=16)
+    gap = gap if apart else None
 
     def act(value):
         return value if value >= 0 else 0.01 * value
@@ -115,15 +115,14 @@ def test_one_launch_by_hand(known):
         window = [(base + z)[n, c, 2 * i + k, 2 * j + m] + bias[c] for k in (0, 1) for m in (0, 1)]
         place = int(np.argmax(window))
         begin = max(base[n, c, 2 * i + k, 2 * j + m] + bias[c] for k in (0, 1) for m in (0, 1))
-        error[n, c, i, j] = by[n, c, i, j] - (act(window[place]) - (act(begin) if known else start[n, c, i, j]))
+        error[n, c, i, j] = by[n, c, i, j] - (act(window[place]) - act(begin) - (gap[n, c, i, j] if apart else 0))
         slope = 1 if window[place] >= 0 else 0.01
         pixels[n, c, 2 * i + place // 2, 2 * j + place % 2] = -error[n, c, i, j] * slope
-    fixed = (base,) if known else (start,)
-    z, by, bias, *fixed = (jnp.asarray(array) for array in (z, by, bias, base if known else start))
-    found = pooling._launch(jax.nn.leaky_relu, z, by, tuple(fixed), bias)
-    np.testing.assert_allclose(found[0], error, rtol=1e-14)
-    np.testing.assert_allclose(found[1], pixels, rtol=1e-14)
-    energy = pooling._energy(jax.nn.leaky_relu, z, by, tuple(fixed), bias)
+    given = [None if array is None else jnp.asarray(array) for array in (z, by, base, gap, bias)]
+    found = pooling._launch(jax.nn.leaky_relu, *given)
+    np.testing.assert_allclose(found[0], error, rtol=1e-12)
+    np.testing.assert_allclose(found[1], pixels, rtol=1e-12)
+    energy = pooling._energy(jax.nn.leaky_relu, *given)
     np.testing.assert_allclose(energy, 0.5 * np.sum(error**2, axis=(1, 2, 3)), rtol=1e-14)
 
 
@@ -252,8 +251,8 @@ def test_members_of_a_population():
     assert largest_difference(jax.tree.map(lambda leaf: leaf[1], both), alone) < 1e-5
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_device_is_tried_before_kernels_are_used(in_parts, monkeypatch):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_device_is_tried_before_kernels_are_used(dtype, monkeypatch):
     """Right numbers are taken, wrong ones and failures are not, and a sentence says why."""
     right = pooling._launch
 
@@ -269,13 +268,13 @@ def test_a_device_is_tried_before_kernels_are_used(in_parts, monkeypatch):
         raise NotImplementedError("no such instruction\nmore")
 
     with jax.enable_x64(False):
-        assert pooling.works(in_parts)
+        assert pooling.works(dtype)
         cases = ((wrong, "numbers are wrong"), (nothing, "numbers are wrong"), (fails, "fail here: no such instruction$"))
         for launch, message in cases:
             monkeypatch.setattr(pooling, "_launch", launch)
             pooling.works.cache_clear()
             with pytest.warns(UserWarning, match=message):
-                assert not pooling.works(in_parts)
+                assert not pooling.works(dtype)
         monkeypatch.setattr(pooling, "INTERPRET", False)
         pooling.works.cache_clear()
-        assert not pooling.works(in_parts)  # there is no GPU, and nothing to say
+        assert not pooling.works(dtype)  # there is no GPU, and nothing to say

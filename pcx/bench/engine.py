@@ -134,7 +134,9 @@ class Engine:
         with jax.default_matmul_precision(PRECISION[config.precision]):
             jax.eval_shape(self._look)
             start = time.perf_counter()
-            self.quick_pooling = self.convolutional and pooling.works(PRECISION[config.precision] == "bfloat16")
+            self.quick_pooling = self.convolutional and pooling.works(
+                jnp.bfloat16 if PRECISION[config.precision] == "bfloat16" else jnp.float32
+            )
             self.timing.compile += time.perf_counter() - start
             self._build()
 

@@ -21,6 +21,7 @@ from pcx._energies import weighted
 from pcx._free_energy import Factor
 from pcx._jaxpr import cut, evaluate, free_variables, inside
 from pcx._types import Nodes
+from pcx.shortcuts.differences import UNKNOWN
 from pcx.shortcuts.plan import Program, ZeroAware
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
@@ -285,7 +286,12 @@ class ChainKernel:
         if bases is None:
             return evaluate(program.jaxpr, piece, own | {moving: parent}, [output])[0]
         anchor = Anchor({(eqn.outvars[0],): known for eqn, known in zip(products_in(piece), bases, strict=True)})
-        return interpret(program.jaxpr, piece, own | {moving: start + parent}, [output], anchor.product, {moving: parent})[0]
+
+        def product(*given: Any) -> Any:  # how far the rest goes is not asked
+            return anchor.product(*given)[0], UNKNOWN
+
+        known = own | {moving: start + parent}
+        return interpret(program.jaxpr, piece, known, [output], product, {moving: parent})[0][0]
 
     def given(self, sizes: Sequence[int]) -> dict[int, dict[Any, Place]]:
         """For every program and variable that it reads: where it is in the arrays of the kernel (`launch`)."""

@@ -25,6 +25,7 @@ from jaxtyping import Array
 from pcx._free_energy import run
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
+from pcx.shortcuts.differences import UNKNOWN, Predictions
 from pcx.shortcuts.products import Anchor, Product, interpret, precision, products_in
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
@@ -74,7 +75,7 @@ class Program:
 
     def _known(self, values: Mapping[str, Array], arrays: Any) -> dict[Any, Any]:
         leaves = jax.tree.leaves((self.arrays if arrays is None else arrays, self.given))
-        known = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
+        known = dict(zip(self.jaxpr.constvars, map(jnp.asarray, self.closed.consts), strict=True))
         known |= dict(zip(self.jaxpr.invars[len(self.inputs) :], leaves, strict=True))
         return known | {self.inputs[name]: value for name, value in values.items()}
 
@@ -108,11 +109,11 @@ class Program:
         stacks: Sequence[Sequence[Array | None]] | None = None,
         product: Product | None = None,
         moved: Mapping[str, Array] | None = None,
-    ) -> Nodes[Array]:
+    ) -> Predictions[Array]:
         """The predictions of the named nodes.
 
         ``stacks`` (from `stacked_weights`) switches stacking on. ``product`` replaces how products are computed; ``moved``
-        tells it which nodes are not at their start, and how far away.
+        tells it which nodes are not at their start, and how far away, and the predictions say then how far they have moved.
         """
         known, wanted = self._known(values, arrays), list(names)
         done: dict[str, Array] = {}
@@ -123,13 +124,15 @@ class Program:
         lone = [name for name in wanted if name not in done]
         outputs = [self.outputs[name] for name in lone]
         piece = cut(self.jaxpr, outputs)
+        by: dict[str, Any] = {}
         if product is None:
             results = evaluate(self.jaxpr, piece, known, outputs)
         else:
             away = {self.inputs[name]: by for name, by in (moved or {}).items()}
-            results = interpret(self.jaxpr, piece, known, outputs, product, away)
+            results, amounts = interpret(self.jaxpr, piece, known, outputs, product, away)
+            by = {name: amount for name, amount in zip(lone, amounts, strict=True) if amount is not UNKNOWN}
         done |= zip(lone, results, strict=True)
-        return Nodes({name: done[name] for name in wanted}, self.roots)
+        return Predictions({name: done[name] for name in wanted}, self.roots, by)
 
     def _predict_stacked(
         self, known: dict[Any, Any], group: list[str], members: list[str], weights: Sequence[Array | None]
@@ -139,7 +142,7 @@ class Program:
         def rows(parts: list[Any]) -> Array:
             return jnp.stack([known[self.inputs[part]] if isinstance(part, str) else part for part in parts])
 
-        result = self.predict_rows(group, members, weights, rows)
+        result, _ = self.predict_rows(group, members, weights, rows)
         return {name: result[i] for i, name in enumerate(members)}
 
     def predict_rows(
@@ -150,10 +153,11 @@ class Program:
         rows: Callable[[list[Any]], Array],
         bases: list[Any] | None = None,
         away: Callable[[list[Any]], Array] | None = None,
-    ) -> Array:
+    ) -> tuple[Array, Any]:
         """The predictions of the members of a group in one array; ``rows`` puts the values of nodes, and arrays, into one.
 
-        With ``bases`` (from `stacked_anchor`) products are anchored; ``away`` then puts displacements into one array.
+        With ``bases`` (from `stacked_anchor`) products are anchored; ``away`` then puts displacements into one array. Beside
+        the predictions comes how far they have moved, or None.
         """
         first, known = members[0], self._known({}, None)
         places = [group.index(name) for name in members]
@@ -171,13 +175,14 @@ class Program:
             moves.append(None if away is None or not moving else away(parts[:1])[0] if same else away(parts))
         piece, variables, output = self.pieces[first], self.free_variables[first], self.outputs[first]
 
-        def one(operands: Sequence[Array], moves: Sequence[Array | None], bases: list[Any] | None) -> Array:
+        def one(operands: Sequence[Array], moves: Sequence[Array | None], bases: list[Any] | None) -> tuple[Array, Any]:
             own = dict(zip(variables, operands, strict=True))
             if bases is None:
-                return evaluate(self.jaxpr, piece, own, [output])[0]
+                return evaluate(self.jaxpr, piece, own, [output])[0], None
             anchor = Anchor({(eqn.outvars[0],): base for eqn, base in zip(products_in(piece), bases, strict=True)})
             by = {var: move for var, move in zip(variables, moves, strict=True) if move is not None}
-            return interpret(self.jaxpr, piece, own, [output], anchor.product, by)[0]
+            (u,), (amount,) = interpret(self.jaxpr, piece, own, [output], anchor.product, by)
+            return u, None if amount is UNKNOWN else amount
 
         own_bases = bases if whole or bases is None else jax.tree.map(lambda base: base[pick], bases)
         own_axes = [axis if move is not None else None for axis, move in zip(axes, moves, strict=True)]
@@ -269,13 +274,11 @@ class ZeroAware:
     def init(self) -> list[Any]:
         return propagate_zeros(self.start, jax.tree.leaves(self.values))
 
-    def update(
-        self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]
-    ) -> tuple[dict[str, Any], list[Any]]:
+    def update(self, gradients: Mapping[str, Array], state: list[Any], values: Nodes[Array]) -> tuple[Nodes[Any], list[Any]]:
         """The updates that are not zero, and the state after."""
         arguments = [gradients.get(name, ZERO) for name in values]
         results = propagate_zeros(self.program, [*arguments, *state, *values.values()])
-        updates = {name: update for name, update in zip(values, results, strict=False) if update is not ZERO}
+        updates = Nodes({name: update for name, update in zip(values, results, strict=False) if update is not ZERO})
         return updates, results[len(values) :]
 
     def full_state(self, state: list[Any]) -> Any:
@@ -300,16 +303,17 @@ class ZeroAware:
         return True
 
 
-def pinned(free: Any, state: Any, dtype: Any) -> tuple[Any, Any]:
+def pinned(free: Nodes[Array], state: Any, dtype: Any, moved: Iterable[str]) -> tuple[Nodes[Array], Any]:
     """A large state as it is after a step, as arrays that the compiler keeps.
 
     It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values of which
     products read a rounded copy (bfloat16, unless that is the ``dtype`` of the state) are left to it: one kernel writes both.
+    Those that have not moved are zeros still, which nobody need keep.
     """
     rounded = dtype is None and precision() == "bfloat16"
-    arrays, rest = eqx.partition(state if rounded else (free, state), eqx.is_array)
-    held: Any = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(free)) >= LARGE), rest)
-    return (free, held) if rounded else held
+    arrays, rest = eqx.partition((free.only(() if rounded else moved), state), eqx.is_array)
+    values, state = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(free)) >= LARGE), rest)
+    return free | values, state
 
 
 def _hold(arrays: Any, large: bool) -> Any:

@@ -2,8 +2,8 @@
 
 Such a node is predicted by ``act(max(z))``, the largest of four pixels of a product. Its error needs the largest pixel, and
 what is sent back goes to that pixel alone; a compiler makes three kernels of it, which write and read the largest pixels, their
-places and the error in between. Here a block reads the four pixels of some windows and writes the error of the node, and of the
-pixels. The arithmetic is that of `pcx.nn.MaxPool2d`.
+places and the error in between. Here a block reads the four pixels of some windows, as what was known and what has moved, and
+writes the error of the node, and of the pixels. The arithmetic is that of `pcx.nn.MaxPool2d` and of `differences`.
 """
 
 import functools
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float
 
 from pcx._energies import squared_error
 from pcx.shortcuts.plan import Program
-from pcx.shortcuts.products import interpret, low, precision
+from pcx.shortcuts.products import along, interpret, low, precision
+from pcx.shortcuts.windows import larger_moved, largest, order, pick
 
 # Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
 INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
@@ -32,7 +33,7 @@ CORNERS = [*itertools.product((0, 1), (0, 1))]
 
 def pool_name(activation: Any) -> str:
     """What programs call 2×2 pooling (`pcx.nn.MaxPool2d`) with one of these, so that it can be found there."""
-    return f"max_pool_2x2_{activation.__name__}"
+    return f"pcx_max_pool_2x2_{activation.__name__}"
 
 
 ACTIVATIONS = {pool_name(activation): activation for activation in INCREASING}
@@ -88,16 +89,14 @@ class PooledError:
         known = program._known({self.parent: values[self.parent] + moved}, None)
         away = {program.inputs[self.parent]: moved}
 
-        def product(eqn: JaxprEqn, operands: list[Array], away: list[Any], here: Any) -> Array:
+        def product(eqn: JaxprEqn, operands: list[Any], away: list[Any], here: Any) -> tuple[Array, Any]:
             return (anchor.moving if here == place else anchor.product)(eqn, operands, away, here)
 
-        moving = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)[0]
-        by, start, base = free[self.name], values[self.name], anchor.known[place][2]
-        at_prediction = start is task.start.predictions[self.name]
+        moving = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)[0][0]
+        base, gap = anchor.known[place][2], task.gap[self.name]
         if precision() == "bfloat16":  # both products are in bfloat16 as they come
-            fixed = (low(base),) if at_prediction else (low(base), start)
-            return _energy(self.activation, low(moving), by, fixed, known[self.bias].reshape(-1))
-        return _energy(self.activation, base + moving, by, (start,), known[self.bias].reshape(-1))
+            base, moving = low(base), low(moving)
+        return _energy(self.activation, moving, free[self.name], base, gap, known[self.bias].reshape(-1))
 
 
 def _added(eqns: list[JaxprEqn], product: Any, result: Any, channels: int) -> Any:
@@ -135,16 +134,12 @@ def _possible() -> bool:
 
 
 @functools.cache
-def works(in_parts: bool) -> bool:
-    """Whether there is a GPU where a kernel computes what numpy does: tried once, on a few windows.
-
-    ``in_parts`` tells two kinds apart: the product is given as what was known and what has moved, in bfloat16, or as one array
-    in float32.
-    """
+def works(dtype: Any) -> bool:
+    """Whether there is a GPU where a kernel, for products in this dtype, computes what numpy does: tried once."""
     if not _possible():
         return False
     try:
-        away = _away(in_parts)
+        away = _away(dtype)
     except Exception as error:  # whatever a driver or a compiler says
         warnings.warn(f"no kernels for pooling are used, as they fail here: {str(error).splitlines()[0]}", stacklevel=2)
         return False
@@ -153,13 +148,13 @@ def works(in_parts: bool) -> bool:
     return away <= 1
 
 
-def _away(in_parts: bool) -> float:
+def _away(dtype: Any) -> float:
     """How far a launch is from numpy, in units of what rounding explains."""
-    dtype, rng, slope = jnp.bfloat16 if in_parts else jnp.float32, np.random.default_rng(0), 0.01
+    rng, slope = np.random.default_rng(0), 0.01
     small, large = (2, CHANNELS, 3, 4), (2, CHANNELS, 6, 8)
-    moving, by, fixed = (rng.normal(size=size).astype(dtype) for size in (large, small, large if in_parts else small))
+    moving, base, by = (rng.normal(size=size).astype(dtype) for size in (large, large, small))
     bias = rng.normal(size=CHANNELS).astype(np.float32)
-    found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(moving, by, (fixed,), bias)
+    found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(moving, by, base, None, bias)
 
     def pixels(array: Any) -> np.ndarray:
         """The pixels of each window, last."""
@@ -169,10 +164,9 @@ def _away(in_parts: bool) -> float:
     def act(z: np.ndarray) -> np.ndarray:
         return np.where(z >= 0, z, slope * z)
 
-    offset = bias[:, None, None, None]
-    z = (pixels(fixed) + pixels(moving) if in_parts else pixels(moving)) + offset
-    begin = act(np.max(pixels(fixed) + offset, axis=-1)) if in_parts else fixed
-    error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - begin)
+    before = pixels(base) + bias[:, None, None, None]
+    z = pixels(base) + pixels(moving) + bias[:, None, None, None]
+    error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - act(np.max(before, axis=-1)))
     chosen = np.arange(4) == np.argmax(z, axis=-1)[..., None]
     sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0)
     pairs = ((np.asarray(found[0], np.float32), error), (pixels(found[1]), sent))
@@ -181,14 +175,14 @@ def _away(in_parts: bool) -> float:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _energy(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> Float[Array, " batch"]:
-    """``½ Σ (by - (act(max(z)) - start))²`` of every sample. ``fixed`` is the start, or the known part of ``z``, or both."""
-    return _forward(activation, moving, by, fixed, bias)[0]
+def _energy(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> Float[Array, " batch"]:
+    """``½ Σ (by - (act(max(base + moving)) - act(max(base)) - gap))²`` of every sample, with the bias in both products."""
+    return _forward(activation, moving, by, base, gap, bias)[0]
 
 
-def _forward(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> Any:
-    error, pixels = _launch(activation, moving, by, fixed, bias)
-    return 0.5 * jnp.sum(jnp.square(error.astype(bias.dtype)), axis=(1, 2, 3)), (error, pixels, fixed, bias)
+def _forward(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> Any:
+    error, pixels = _launch(activation, moving, by, base, gap, bias)
+    return 0.5 * jnp.sum(jnp.square(error.astype(bias.dtype)), axis=(1, 2, 3)), (error, pixels, base, gap, bias)
 
 
 def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
@@ -208,7 +202,7 @@ def _parameters() -> Any:
     return triton.CompilerParams(num_warps=WARPS, num_stages=1)
 
 
-def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...], bias: Array) -> tuple[Array, Array]:
+def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> tuple[Array, Array]:
     """The error of the node, and the gradient of its energy for the product, which has four pixels for each of the node's."""
     from jax.experimental import pallas as pl
 
@@ -220,7 +214,7 @@ def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...],
     def rows(values: Array) -> Array:
         return values.transpose(0, 2, 3, 1).reshape(samples * height, width, channels)
 
-    large = [array.shape != by.shape for array in fixed]
+    gaps = [] if gap is None else [rows(gap)]
     size, columns = _channels(channels), 2 - width % 2
     whole = pl.BlockSpec((1, 2, columns, 2, size), lambda r, w, c: (r, 0, w, 0, c))
     part = pl.BlockSpec((1, columns, size), lambda r, w, c: (r, w, c))
@@ -229,36 +223,23 @@ def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...],
         return [ref[:, i, :, j, :].astype(dtype) for i, j in CORNERS]
 
     def kernel(*refs: Any) -> None:
-        moving, by, bias, *fixed, error, pixels = refs
-        offset = bias[...]
-        base = [corners(ref) for ref, is_large in zip(fixed, large, strict=True) if is_large]
-        z = corners(moving)
-        if base:
-            z = [b + m for b, m in zip(base[0], z, strict=True)]
-        a, b, c, d = (pixel + offset for pixel in z)
-        upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
-        prediction, back = jax.vjp(activation, jnp.maximum(upper, lower))
-        if all(large):
-            start = activation(functools.reduce(jnp.maximum, [pixel + offset for pixel in base[0]]))
-        else:
-            start = fixed[-1][...].astype(dtype)
-        found = by[...].astype(dtype) - (prediction - start)
-        (sent,) = back(-found)
-        above, left, left_below = upper >= lower, a >= b, c >= d
-        chosen = (above & left, above & ~left, ~above & left_below, ~above & ~left_below)
+        moving, base, by, bias, *gap, error, pixels = refs
+        moved, offset = corners(moving), bias[...]
+        z = [known + way + offset for known, way in zip(corners(base), moved, strict=True)]
+        before = [now - way for now, way in zip(z, moved, strict=True)]
+        found = upper, left, left_below = order(*z)
+        _, amount = along(activation, largest(*z), larger_moved(largest(*z), pick(found, *moved), largest(*before)))
+        away = by[...].astype(dtype) - (amount - gap[0][...].astype(dtype) if gap else amount)
+        (sent,) = jax.vjp(activation, largest(*z))[1](-away)
+        chosen = (upper & left, upper & ~left, ~upper & left_below, ~upper & ~left_below)
         for (i, j), here in zip(CORNERS, chosen, strict=True):
             pixels[:, i, :, j, :] = jnp.where(here, sent, 0).astype(pixels.dtype)
-        error[...] = found.astype(error.dtype)
+        error[...] = away.astype(error.dtype)
 
     found, sent = pl.pallas_call(
         kernel,
         grid=(samples * height, width // columns, channels // size),
-        in_specs=[
-            whole,
-            part,
-            pl.BlockSpec((size,), lambda r, w, c: (c,)),
-            *(whole if is_large else part for is_large in large),
-        ],
+        in_specs=[whole, whole, part, pl.BlockSpec((size,), lambda r, w, c: (c,)), *(part for _ in gaps)],
         out_specs=[part, whole],
         out_shape=[
             jax.ShapeDtypeStruct((samples * height, width, channels), by.dtype),
@@ -266,6 +247,6 @@ def _launch(activation: Any, moving: Array, by: Array, fixed: tuple[Array, ...],
         ],
         interpret=INTERPRET,
         compiler_params=_parameters(),
-    )(windows(moving), rows(by), bias, *(windows(a) if is_large else rows(a) for a, is_large in zip(fixed, large, strict=True)))
+    )(windows(moving), windows(base), rows(by), bias, *gaps)
     error = found.reshape(samples, height, width, channels).transpose(0, 3, 1, 2)
     return error, sent.reshape(samples, 2 * height, 2 * width, channels).transpose(0, 3, 1, 2)

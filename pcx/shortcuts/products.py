@@ -19,20 +19,18 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._jaxpr import evaluate, inside
+from pcx.shortcuts.differences import FIXED, UNKNOWN, called, difference, tied
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = ("dot_general", "conv_general_dilated")
 SUMS = ("reduce_sum",)  # statistics of a batch, say: linear too, and a compiler may take two of them in different orders
-# These move numbers without changing them, so that the displacement of the output is that of the input, moved alike.
-MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy")
 SMALL = 64  # pixels of an image
-FIXED: Any = None  # an operand that does not depend on what moved
-UNKNOWN: Any = object()  # one that does, by an unknown amount
-Product = Callable[[JaxprEqn, list[Any], list[Any], Any], Any]  # equation, operands, their displacements, its place
+# Of an equation, its operands, their displacements and its place: the result, and by how much that has moved.
+Product = Callable[[JaxprEqn, list[Any], list[Any], Any], tuple[Any, Any]]
 
 
 def precision() -> str | None:
@@ -64,36 +62,61 @@ def interpret(
     product: Product,
     away: Mapping[Any, Any],
     place: tuple[Any, ...] = (),
-) -> list[Any]:
+) -> tuple[list[Any], list[Any]]:
     """Run some equations of a program with another way to compute products. ``away`` are displacements of variables.
 
-    Products inside of jit are found; those inside loops, branches and custom derivatives are left as they are.
+    Returns the outputs, and their displacements. Products inside of jit are found; those inside loops, branches and custom
+    derivatives are left as they are.
     """
     values, moves = dict(known), dict(away)
+    if not place:  # derivatives are those of values
+        moves = {var: by if by is FIXED or by is UNKNOWN else jax.lax.stop_gradient(by) for var, by in away.items()}
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
+    def moved(atom: Any) -> Any:
+        return FIXED if isinstance(atom, Literal) else moves.get(atom, FIXED)
+
     for eqn in eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        by = [FIXED if isinstance(atom, Literal) else moves.get(atom, FIXED) for atom in eqn.invars]
-        here = (*place, eqn.outvars[0])
-        inner = inside(eqn) if eqn.primitive.name in ("jit", "pjit") else None
-        if eqn.primitive.name in (*PRODUCTS, *SUMS):
-            results = [product(eqn, operands, by, here)]
-        elif inner is not None:
-            names, consts = inner.jaxpr.invars, dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-            moved = {var: amount for var, amount in zip(names, by, strict=True) if amount is not FIXED}
-            own = consts | dict(zip(names, operands, strict=True))
-            results = interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, moved, here)
+        operands, by, here = [*map(read, eqn.invars)], [*map(moved, eqn.invars)], (*place, eqn.outvars[0])
+        still, inner, name = all(amount is FIXED for amount in by), inside(eqn), eqn.primitive.name
+        if name in (*PRODUCTS, *SUMS):
+            result, amount = product(eqn, operands, by, here)
+            results, amounts = [result], [amount]
+        elif inner is not None and name in ("jit", "pjit"):
+            results, amounts = _inside(inner, operands, product, by, here)
+            amounts = called(eqn, operands, results, by) or amounts
         else:
             results = _one(jaxpr, eqn, operands)
+            if inner is None or still:
+                amounts = difference(eqn, operands, results, by)
+            else:  # its own derivative is kept, and its program read for how far it goes
+                amounts = _inside(inner, [*map(jax.lax.stop_gradient, operands)], _left_alone, by, here)[1]
         values.update(zip(eqn.outvars, results, strict=True))
-        if any(amount is not FIXED for amount in by):
-            moves.update(dict.fromkeys(eqn.outvars, UNKNOWN))
-            if eqn.primitive.name in MOVES and by[0] is not UNKNOWN:
-                moves[eqn.outvars[0]] = _one(jaxpr, eqn, [by[0], *operands[1:]])[0]
-    return [read(atom) for atom in outputs]
+        moves.update(zip(eqn.outvars, amounts, strict=True))
+    return [*map(read, outputs)], [*map(moved, outputs)]
+
+
+def along(function: Callable[[Array], Array], x: Array, by: Array) -> tuple[Array, Any]:
+    """A function of an array, which has moved by so much, and how much it has moved."""
+    closed = jax.make_jaxpr(function)(x)
+    known, away = ({closed.jaxpr.invars[0]: part} for part in (x, by))
+    (value,), (amount,) = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, _left_alone, away)
+    return value, amount
+
+
+def _inside(
+    inner: ClosedJaxpr, operands: list[Any], product: Product, by: list[Any], place: Any
+) -> tuple[list[Any], list[Any]]:
+    """`interpret` for a program that an equation calls."""
+    names, consts = inner.jaxpr.invars, dict(zip(inner.jaxpr.constvars, map(jnp.asarray, inner.consts), strict=True))
+    own = consts | dict(zip(names, operands, strict=True))
+    return interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, dict(zip(names, by, strict=True)), place)
+
+
+def _left_alone(eqn: JaxprEqn, operands: list[Array], by: list[Any], place: Any) -> tuple[Array, Any]:
+    return _plain(eqn, operands), FIXED if all(amount is FIXED for amount in by) else UNKNOWN
 
 
 def _one(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -111,46 +134,51 @@ class Anchor:
     def __init__(self, known: Mapping[Any, tuple[list[Array], list[Array], Array]] | None = None):
         self.known = dict(known or {})
 
-    def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
+    def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
         """A product at the start, remembered."""
         if eqn.primitive.name in SUMS:
             self.known[place] = (operands, operands, value := _plain(eqn, operands))
-            return value
+            return value, FIXED
         value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
         self.known[place] = (operands, [low(operand) for operand in operands], value)
-        return value
+        return value, FIXED
 
-    def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
-        """A product at values of which some have moved since the start."""
+    def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
+        """A product at values of which some have moved since the start, and by how much it has."""
         if eqn.primitive.name in SUMS:
             return self._sum(eqn, operands[0], away[0], place)
         moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
-            return _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
-        value = self.known[place][2]
+            plain = _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
+            return plain, UNKNOWN if any(moving) else FIXED
+        value, amount = self.known[place][2], FIXED
         if any(moving):
-            value = value + self._moved(eqn, operands, away, place)
-        return self._derived(eqn, value, operands, moving, place)
+            amount = self._moved(eqn, operands, away, place)
+            value = value + amount
+        return self._derived(eqn, value, operands, moving, place), amount
 
-    def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> Array:
+    def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> tuple[Array, Any]:
         """The sum at the start and that of what has moved; the plain one where a function of values moved by more than half."""
         if place not in self.known or by is FIXED:
-            return _plain(eqn, [operand])
+            return _left_alone(eqn, [operand], [by], place)
         (start,), _, value = self.known[place]
         if by is not UNKNOWN:
-            return value + _plain(eqn, [by])
+            amount = _plain(eqn, [by])
+            return tied(value + amount, _plain(eqn, [operand])), amount
         moved, plain = operand - start, _plain(eqn, [operand])
         near = _plain(eqn, [jnp.abs(moved)]) <= _plain(eqn, [jnp.abs(operand)]) / 2
-        return jnp.where(near, value + _plain(eqn, [moved]), plain)
+        return jnp.where(near, value + _plain(eqn, [moved]), plain), UNKNOWN
 
-    def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
+    def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
         """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
-        return self._derived(eqn, self._moved(eqn, operands, away, place), operands, [by is not FIXED for by in away], place)
+        amount = self._moved(eqn, operands, away, place)
+        return self._derived(eqn, amount, operands, [by is not FIXED for by in away], place), amount
 
     def _moved(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         start, rounded, _ = self.known[place]
         by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
-        return _low(eqn, *(r if b is FIXED else b for r, b in zip(rounded, by, strict=True)))
+        parts = [r if b is FIXED else b for r, b in zip(rounded, by, strict=True)]
+        return _low(eqn, *map(jax.lax.stop_gradient, parts))
 
     def _derived(self, eqn: JaxprEqn, value: Array, operands: list[Array], moving: list[bool], place: Any) -> Array:
         rounded = self.known[place][1]
@@ -178,11 +206,11 @@ def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Arr
         return value
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        _, _, value, low_lhs, low_rhs = primals
+        low_lhs, low_rhs = primals[-2:]
         left, right, *_ = tangents
         parts = [] if isinstance(left, SymbolicZero) else [_low(eqn, left, _turned(eqn, low_rhs))]
         parts += [] if isinstance(right, SymbolicZero) else [_low(eqn, low_lhs, right)]
-        return value, sum(parts) if parts else jnp.zeros_like(value)
+        return product(*primals), sum(parts) if parts else jnp.zeros_like(value)
 
     product.defjvp(jvp, symbolic_zeros=True)
     return product(lhs, rhs, value, *rounded)
@@ -213,10 +241,11 @@ def rounded(function: F) -> F:
 
     Only bfloat16 needs it; tensorfloat32 is the hardware's own.
     """
-    return _interpreted(
-        function,
-        lambda eqn, operands, away, place: _plain(eqn, operands) if eqn.primitive.name in SUMS else _low(eqn, *operands),
-    )
+
+    def product(eqn: JaxprEqn, operands: list[Array], by: list[Any], place: Any) -> tuple[Array, Any]:
+        return _plain(eqn, operands) if eqn.primitive.name in SUMS else _low(eqn, *operands), FIXED
+
+    return _interpreted(function, product)
 
 
 def rounded_derivatives(function: F) -> F:
@@ -229,7 +258,7 @@ def _interpreted(function: Any, product: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         known |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-        results = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, {})
+        results = interpret(closed.jaxpr, closed.jaxpr.eqns, known, closed.jaxpr.outvars, product, {})[0]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call if precision() == "bfloat16" else function

@@ -18,6 +18,7 @@ from pcx._energies import weighted
 from pcx._free_energy import Factor, factor_energies
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Displaced, Nodes
+from pcx.shortcuts.differences import tied
 from pcx.shortcuts.plan import SMALLEST_STACK, WRITTEN_OUT, Program, ZeroAware, signature
 from pcx.shortcuts.products import Anchor
 
@@ -71,8 +72,16 @@ class Blocks:
 class BlockEnergy:
     """The sum of all active energies as a function of packed values, or, with an anchor, of packed displacements."""
 
-    def __init__(self, program: Program, weights: Any, blocks: Blocks, start: Nodes[Array], anchor: Anchor | None):
-        self.program, self.weights, self.blocks, self.anchor = program, weights, blocks, anchor
+    def __init__(
+        self,
+        program: Program,
+        weights: Any,
+        blocks: Blocks,
+        start: Nodes[Array],
+        anchor: Anchor | None,
+        gap: Nodes[Array | None],
+    ):
+        self.program, self.weights, self.blocks, self.anchor, self.gap = program, weights, blocks, anchor, gap
         self.fixed = {name: value for name, value in start.items() if name not in blocks.free}
         self.still = {name: jnp.zeros_like(value) for name, value in self.fixed.items()}
         self.start = blocks.pack(start)
@@ -87,11 +96,12 @@ class BlockEnergy:
         factors: Mapping[str, Factor],
         start: Nodes[Array],
         anchor: Anchor | None,
+        gap: Nodes[Array | None],
     ) -> "BlockEnergy | None":
         """With blocks of the nodes that are free as a ``whole`` and have equal predictions and energies, if there are any."""
         groups = [[name for name in group if name in whole] for group in program.groups]
         groups = [group for group in groups if len(group) >= SMALLEST_STACK and alike([factors[name] for name in group])]
-        return BlockEnergy(program, weights, Blocks(groups, free), start, anchor) if groups else None
+        return BlockEnergy(program, weights, Blocks(groups, free), start, anchor, gap) if groups else None
 
     def values(self, packed: Packed) -> Packed:
         """The values themselves."""
@@ -111,10 +121,10 @@ class BlockEnergy:
             members = [name for name in group if name in factors and name not in constants]
             if len(members) < SMALLEST_STACK or not alike([factors[name] for name in members]):
                 continue
-            u = self.program.predict_rows(group, members, weights, rows, bases, None if bases is None else away)
+            u, moved = self.program.predict_rows(group, members, weights, rows, bases, None if bases is None else away)
             energy, precision = factors[members[0]]
             if self.anchor is not None and getattr(energy, "difference", False):
-                h, u = away(members), u - self.blocks.rows(self.start, self.fixed, members)
+                h, u = away(members), self.way(members, u, moved)
             else:
                 h = rows(members)
 
@@ -126,6 +136,16 @@ class BlockEnergy:
         for part in self.lone(packed, values, {n: f for n, f in factors.items() if n not in done}, constants).values():
             total += jnp.sum(part)
         return total
+
+    def way(self, members: Sequence[str], u: Array, moved: Array | None) -> Array:
+        """How far the predictions of some nodes, which have ``moved``, are from where these started."""
+        start = self.blocks.rows(self.start, self.fixed, members)
+        if moved is None:
+            return u - start
+        gaps = [self.gap[name] for name in members]
+        if any(gap is not None for gap in gaps):
+            moved = moved - jnp.stack([jnp.zeros_like(u[0]) if gap is None else gap for gap in gaps])
+        return tied(moved, u, start)
 
     def lone(
         self, packed: Packed, values: Packed, factors: Mapping[str, Factor], constants: Nodes[Array]
@@ -141,7 +161,7 @@ class BlockEnergy:
             return factor_energies(factors, known, self.program.predict(known, moving) | constants.only(factors))
         moved = {name: by[name] for name in read if name not in self.fixed}
         found = self.program.predict(known, moving, product=self.anchor.product, moved=moved)
-        return factor_energies(factors, Displaced(start, by), found | constants.only(factors))
+        return factor_energies(factors, Displaced(start, by, self.gap), found.with_still(constants.only(factors)))
 
 
 def alike(factors: Sequence[Factor]) -> bool:

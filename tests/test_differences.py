@@ -1,0 +1,200 @@
+"""By how much results move: each rule against a difference in float64, at every size of a step and in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pcx
+import pcx.nn as pxnn
+from pcx.shortcuts import differences, products
+from pcx.shortcuts.differences import UNKNOWN
+
+WEIGHT = np.random.default_rng(3).normal(size=(5, 4))
+
+
+def normalised(x):
+    centred = x - jnp.mean(x, axis=0)
+    return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=0) + 1e-5)
+
+
+def pooled(x):
+    return pxnn.max_pool_2x2(x.reshape(1, 4, 5)[:, :, :4])
+
+
+FUNCTIONS = {
+    "relu": jax.nn.relu,
+    "leaky relu": jax.nn.leaky_relu,
+    "hard tanh": jax.nn.hard_tanh,
+    "relu6": jax.nn.relu6,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,
+    "gelu by erf": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "elu": jax.nn.elu,
+    "softplus": jax.nn.softplus,
+    "sigmoid": jax.nn.sigmoid,
+    "absolute": jnp.abs,
+    "clip": lambda x: jnp.clip(x, -0.5, 0.7),
+    "power": lambda x: x**3 - x**2,
+    "root": lambda x: jnp.sqrt(x**2 + 0.1),
+    "logarithm": lambda x: jnp.log(x**2 + 0.1),
+    "exponential": jnp.exp,
+    "quotient": lambda x: x / (x**2 + 1) + 2 / (x**2 + 3) + x / 7,
+    "product": lambda x: x * jnp.tanh(x) * 3,
+    "pieces": lambda x: jnp.concatenate([x[:2], -x[2:, ::-1], jnp.ones((1, 5), x.dtype)]),
+    "normalised": normalised,
+    "centred over the batch": jax.vmap(lambda row: row - jax.lax.pmean(row, "batch"), axis_name="batch"),
+    "smaller of two": lambda x: jnp.minimum(x, x[::-1]),
+    "sum": lambda x: jnp.sum(x, axis=1),
+    "pooled": pooled,
+    "skip": lambda x: x + jax.nn.relu(x @ jnp.asarray(WEIGHT, x.dtype))[:, [0, 1, 2, 3, 3]],
+    "picked": lambda x: x[jnp.array([2, 0, 2])] * 2,
+    "padded": lambda x: jnp.pad(x, ((0, 1), (2, 0)), constant_values=3.0),
+    "running sum": lambda x: jnp.cumsum(x, axis=0),
+    "part": lambda x: jax.lax.dynamic_slice(x, (1, 2), (2, 2)),
+    "sine": jnp.sin,
+    "logarithm of one more": lambda x: jnp.log1p(x**2),
+}
+
+
+def moved(function, start, by):
+    """The displacement of a function's result, by the rules."""
+    closed = jax.make_jaxpr(function)(start)
+    variable, anchor = closed.jaxpr.invars[0], products.Anchor()
+    consts = dict(zip(closed.jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
+
+    def run(x, product, away):
+        return products.interpret(closed.jaxpr, closed.jaxpr.eqns, consts | {variable: x}, closed.jaxpr.outvars, product, away)
+
+    run(start, anchor.record, {})
+    (value,), (amount,) = run(start + by, anchor.product, {variable: by})
+    return value, amount
+
+
+@pytest.mark.parametrize("size", [3.0, 0.1, 1e-3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rules_are_exact(name, size):
+    """In float64 the difference by rules is the plain one, for steps large and small, over the kinks too."""
+    rng = np.random.default_rng(0)
+    start, by = jnp.asarray(rng.normal(size=(4, 5))), jnp.asarray(size * rng.normal(size=(4, 5)))
+    value, amount = moved(FUNCTIONS[name], start, by)
+    assert amount is not UNKNOWN
+    expected = FUNCTIONS[name](start + by) - FUNCTIONS[name](start)
+    np.testing.assert_allclose(value, FUNCTIONS[name](start + by), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(amount, expected, rtol=1e-8, atol=1e-13 * max(size, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "pieces"])
+def test_a_step_below_rounding_survives(name):
+    """In float32, a step of a billionth: plain differences are zero or noise, those by rules have five digits."""
+    rng = np.random.default_rng(1)
+    start = rng.normal(size=(4, 5)).astype(np.float32)
+    by = (1e-9 * rng.normal(size=(4, 5))).astype(np.float32)
+    _, amount = moved(FUNCTIONS[name], jnp.asarray(start), jnp.asarray(by))
+    slope = jax.jvp(FUNCTIONS[name], (jnp.asarray(start, jnp.float64),), (jnp.asarray(by, jnp.float64),))[1]
+    assert amount.dtype == jnp.float32
+    np.testing.assert_allclose(amount, slope, rtol=2e-4, atol=2e-5 * float(jnp.max(jnp.abs(slope))))
+    plain = FUNCTIONS[name](jnp.asarray(start + by)) - FUNCTIONS[name](jnp.asarray(start))
+    assert float(jnp.max(jnp.abs(plain - slope))) > 0.1 * float(jnp.max(jnp.abs(slope)))
+
+
+def test_kinks_on_the_way():
+    """Numbers that cross a kink by less than the rounding of the result: hard_tanh at one, where x = 1 + 2⁻²³ was 1 - 2⁻²⁴."""
+    x, by = jnp.array([1 + 2**-23], jnp.float32), jnp.array([3 * 2**-24], jnp.float32)
+    for function in (jax.nn.hard_tanh, lambda x: jnp.minimum(x, 1), lambda x: jnp.clip(x, -1, 1)):
+        _, amount = moved(function, x - by, by)
+        np.testing.assert_array_equal(amount, np.float32(2**-24))
+    _, amount = moved(jax.nn.relu, jnp.array([-1e-9, 2e-9], jnp.float32), jnp.array([3e-9, -3e-9], jnp.float32))
+    np.testing.assert_allclose(amount, [2e-9, -2e-9], rtol=1e-6)
+
+
+def test_what_has_no_rule_is_unknown_and_what_stands_still_is_fixed():
+    ones = jnp.ones((3, 3))
+    assert moved(jnp.sort, ones, ones)[1] is UNKNOWN
+    assert moved(lambda x: jnp.tanh(jnp.sort(x)) + x, ones, ones)[1] is UNKNOWN
+    assert moved(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: 2 * x, x), ones, ones)[1] is UNKNOWN
+    assert moved(lambda x: jnp.tanh(jnp.ones(3)), ones, ones)[1] is differences.FIXED
+
+
+def test_a_tied_number_has_the_derivative_of_what_it_is_tied_to():
+    def function(x, y):
+        return differences.tied(jnp.float64(5.0), jnp.sin(x) * y, jnp.asarray(y) ** 2)
+
+    def plain(x, y):
+        return jnp.sin(x) * y - y**2
+
+    for order in (lambda f: f, lambda f: lambda x, y: jax.grad(f, argnums=(0, 1))(x, y)[1]):
+        found = jax.grad(order(function), argnums=(0, 1))(0.3, 0.7)
+        np.testing.assert_allclose(found, jax.grad(order(plain), argnums=(0, 1))(0.3, 0.7), rtol=1e-12)
+    assert function(0.3, 0.7) == 5.0
+
+
+class Residual(pcx.EnergyModule):
+    """Blocks ``u = h + ½ W₂ a(W₁ h)``, so that a prediction moves by as much as the value that it reads."""
+
+    def __init__(self, depth, width, activation):
+        with pxnn.keys(jax.random.key(0)):
+            self.first = [pxnn.Linear(width, width) for _ in range(depth)]
+            self.second = [pxnn.Linear(width, width) for _ in range(depth)]
+            self.head = pxnn.Linear(width, 3)
+        self.vodes = [pcx.Vode() for _ in range(depth + 1)]
+        self.activation = activation
+
+    def __call__(self, x):
+        for first, second, vode in zip(self.first, self.second, self.vodes[:-1], strict=True):
+            x = vode(x + 0.5 * second(self.activation(first(x))))
+        return self.vodes[-1](self.head(x))
+
+
+def gradient(model, x, y, shortcuts=pcx.ALL_SHORTCUTS, state_dtype=None):
+    last = f"vodes.{len(model.vodes) - 1}"
+    done = pcx.infer(
+        model, x, {last: y}, optimiser=optax.sgd(1e-3), steps=8, shortcuts=shortcuts, unroll=True, state_dtype=state_dtype
+    )
+    settled = done.values if done.displaced is None else done.displaced
+    return pcx.weight_gradient(model, lambda u: pcx.deltas(model, settled, u), settled, x)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jnp.tanh], ids=["relu", "gelu", "tanh"])
+def test_gradients_behind_skip_connections(activation, stack):
+    """Weight gradients of a residual network in float32 have the direction of float64, not those of noise.
+
+    The reference is the same network in float64 with values as differences from the start, and no other shortcut.
+    """
+    model = Residual(6, 8, activation)
+    x, y = jax.random.normal(jax.random.key(1), (16, 8)) + 3, jnp.arange(16) % 3
+    single = jax.tree.map(lambda a: a.astype(jnp.float32), model)
+    exact = gradient(model, x, y, pcx.Shortcuts(wave=False, constant=False, stack=False), jnp.float64)
+    found = gradient(single, x.astype(jnp.float32), y, pcx.Shortcuts(stack=stack))
+    plain = gradient(single, x.astype(jnp.float32), y, pcx.Shortcuts(stack=stack, anchor=False))
+
+    def cosines(other):
+        pairs = [(np.asarray(a, np.float64).ravel(), np.asarray(b).ravel()) for a, b in zip(other, exact.first, strict=True)]
+        return [a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300) for a, b in pairs]
+
+    exact.first, found.first, plain.first = ([layer.weight for layer in part.first] for part in (exact, found, plain))
+    assert min(cosines(found.first)) > 0.9999
+    assert min(cosines(plain.first)) < 0.9
+
+
+def test_errors_do_not_read_where_values_started():
+    """They are the same if that is not even a number: nothing large is subtracted from them."""
+    model = jax.tree.map(lambda a: a.astype(jnp.float32), Residual(4, 8, jax.nn.relu))
+    x, y = jax.random.normal(jax.random.key(1), (2, 8), jnp.float32), jnp.zeros(2, int)
+    settled = pcx.infer(model, x, {"vodes.4": y}, optimiser=optax.sgd(0.1), steps=8).displaced
+    assert [name for name, gap in settled.gap.items() if gap is not None] == ["vodes.4"]
+    lost = settled._replace(start=jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), settled.start))
+    seen = {}
+
+    def delta(u):
+        seen["kept"], seen["lost"] = (pcx.deltas(model, values, u) for values in (settled, lost))
+        return seen["kept"]
+
+    pcx.weight_gradient(model, delta, settled, x)
+    assert min(float(jnp.max(jnp.abs(error))) for error in seen["kept"].values()) > 0
+    jax.tree.map(np.testing.assert_array_equal, dict(seen["kept"]), dict(seen["lost"]))
