@@ -3,9 +3,11 @@
     python benchmarks/kernel_bytes.py vgg7:bf16_state                     # on this GPU
     python benchmarks/kernel_bytes.py vgg7:bf16_state --target h200.txtpb # for another, without having one
 
-A count of the sizes of what goes into each kernel and comes out of it; what a cache saves is not known to it. ``--target`` is a
-description of a device in the form of XLA's `xla/backends/gpu/target_config/specs`, and needs JAX's plugin for CUDA; no kernels
-are tried against each other then. ``--plain`` leaves the kernel for pooling out.
+A count of the sizes of what goes into each kernel and comes out of it; what a cache saves is not known to it. Beside it stands
+the memory that the program holds at once, the data set apart. ``--target`` is a description of a device in the form of XLA's
+`xla/backends/gpu/target_config/specs`, and needs JAX's plugin for CUDA with its libraries, and on a machine without a GPU
+``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1``; no kernels are tried against each other then, so that convolutions may hold less or more
+than they do on the device. ``--plain`` leaves the kernel for pooling out.
 """
 
 import argparse
@@ -46,8 +48,8 @@ def kernels(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def compiled(text: str, target: Path | None, plain: bool) -> str:
-    """The program of an epoch, as the compiler writes it."""
+def compiled(text: str, algorithm: str, target: Path | None, plain: bool) -> tuple[str, int]:
+    """The program of an epoch, as the compiler writes it, and the bytes that it holds."""
     import jax
     import jax.numpy as jnp
 
@@ -55,7 +57,7 @@ def compiled(text: str, target: Path | None, plain: bool) -> str:
     from pcx.bench.engine import PRECISION, Engine, Population
 
     row, precision = text.split(":")
-    config = speed.config_of(row, "pc_se", precision=precision, epochs=2)
+    config = speed.config_of(row, algorithm, precision=precision, epochs=2)
     engine = Engine(config, speed.data_of(config.dataset, random=True, limit=2 * config.batch), [0], "scan")
     place: Any = jax.devices()[0]
     if target is not None:
@@ -74,12 +76,14 @@ def compiled(text: str, target: Path | None, plain: bool) -> str:
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), given)
     with jax.default_matmul_precision(PRECISION[precision]):
         lowered = engine._epoch.trace(*shapes).lower(lowering_platforms=("cuda",) if target is not None else None)
-        return lowered.compile().as_text()
+        engine._compiled["epoch"] = lowered.compile()
+    return engine._compiled["epoch"].as_text(), speed._memory(engine)["program"] or 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", metavar="ROW:PRECISION")
+    parser.add_argument("--algorithm", default="pc_se", help="pc_se (default) or bp_se")
     parser.add_argument("--target", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--all", action="store_true", help="a line for every kernel, in the order of the program")
@@ -88,13 +92,14 @@ def main() -> None:
         parser.error(f"{options.row!r} is not ROW:PRECISION, such as vgg7:bf16_state")
     if options.target is not None and not options.target.is_file():
         parser.error(f"there is no file {options.target}")
-    found = kernels(compiled(options.row, options.target, options.plain))
+    text, memory = compiled(options.row, options.algorithm, options.target, options.plain)
+    found = kernels(text)
     for name, operation, count in found if options.all else ():
         print(f"{count / 1e6:8.1f} MB  {operation:30} {name}")
     others = [count for _, operation, count in found if "cudnn" not in operation]
-    print(
-        f"{options.row}: {len(found)} kernels; those other than convolutions read and write {sum(others) / 1e9:.2f} GB a step"
-    )
+    everything = sum(count for *_, count in found) / 1e9
+    moved = f"those other than convolutions read and write {sum(others) / 1e9:.2f} GB a step, all {everything:.2f}"
+    print(f"{options.row} {options.algorithm}: {len(found)} kernels; {moved}; {memory / 2**20:.0f} MiB at once")
 
 
 if __name__ == "__main__":
