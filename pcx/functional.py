@@ -17,6 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from pcx._model import EnergyModule, LayerParam, Module, VodeParam, assign, kinds, objects, path_name, refuse_shared, set_flags
 from pcx._types import ModelError
+from pcx.shortcuts.channels import channels_last
 from pcx.utils import Mask
 
 Function = Callable[..., Any]
@@ -108,18 +109,23 @@ def _identities(tree: Any) -> dict[str, Any]:
 
 
 def jit(function: Function | None = None, *, static_argnums: int | Sequence[int] = ()) -> Any:
-    """`jax.jit` for functions of tracked objects; also as a decorator with arguments."""
+    """`jax.jit` for functions of tracked objects; also as a decorator with arguments. On a CPU, with `pcx.channels_last`."""
     if function is None:
         return functools.partial(jit, static_argnums=static_argnums)
     fixed = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def compiled(static: _Static, rest: _Static, args: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        given, tracked = dict(static.value), _together(arrays, rest)
-        remaining = iter(args)
-        everything = [given[i] if i in given else next(remaining) for i in range(len(given) + len(args))]
-        result = _call(function, everything, tracked)
-        return _apart(result), _apart(tracked)
+        given = dict(static.value)
+
+        @channels_last
+        def pure(args: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            tracked, remaining = _together(arrays, rest), iter(args)
+            everything = [given[i] if i in given else next(remaining) for i in range(len(given) + len(args))]
+            result = _call(function, everything, tracked)
+            return _apart(result), _apart(tracked)
+
+        return pure(args, arrays)
 
     @functools.wraps(function)
     def call(*args: Any, **tracked: Any) -> Any:

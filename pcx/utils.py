@@ -165,7 +165,8 @@ class Optim(Module):
         return chosen
 
     def init(self, model: Any) -> None:
-        parameters = self.parameters(model)
+        """Build the state anew, for a model, or for what a mask selects of it."""
+        parameters = self.parameters(model.tree if isinstance(model, Selection) else model)
         refuse_nan(optax.GradientTransformation(self.init_function, self.update_function), parameters, "given")
         self.state = self.init_function(parameters)
 

@@ -13,7 +13,10 @@ import pytest
 from helpers import Convolutional, batch, largest_difference
 
 import pcx
+import pcx.functional as pxf
 import pcx.nn as pxnn
+import pcx.predictive_coding as pxc
+import pcx.utils as pxu
 from pcx.algorithms import get
 from pcx.shortcuts import channels
 from pcx.shortcuts.channels import channels_last
@@ -224,15 +227,22 @@ def test_mapped_over_kernels_and_with_other_arguments():
     assert jnp.all(jax.random.key_data(found[1]) == jax.random.key_data(expected[1]))
 
 
-def test_a_function_without_convolutions_is_called_as_it_is():
+def test_a_function_without_convolutions_is_the_same_program():
     calls = []
 
     def function(x):
         calls.append(x)
-        return x.T
+        return x.T @ jnp.sin(x).T.swapaxes(0, 1), {"shape": jnp.cumsum(x)}
 
-    assert channels_last(function)(IMAGE).shape == IMAGE.T.shape
-    assert calls[-1] is IMAGE
+    there, here = (str(jax.make_jaxpr(f)(IMAGE[0, 0])) for f in (channels_last(function), function))
+    assert there == here
+    assert len(calls) == 2, "traced once for each of the two"
+
+
+def test_without_compilation_a_function_is_called_as_it_is():
+    """So that who looks for a mistake sees numbers."""
+    with jax.disable_jit():
+        assert channels_last(lambda x, w: float(SAME(x, w)[0, 0, 0, 0]))(IMAGE, KERNEL) == SAME(IMAGE, KERNEL)[0, 0, 0, 0]
 
 
 def test_on_an_accelerator_a_function_is_called_as_it_is(monkeypatch):
@@ -315,6 +325,49 @@ def test_every_convolution_is_one_that_the_compiler_is_quick_at():
     assert set(labels(step)) - {good}
     assert len(labels(channels_last(step))) == len(labels(step))
     assert set(labels(channels_last(step))) == {good}
+
+
+def test_a_jitted_loop_over_tracked_objects_has_channels_last():
+    """The paper's surface, with inference in a scan: `pxf.jit` turns its convolutions, and the numbers stay."""
+    x, y = batch((3, 8, 8), 4)
+    axes = pxu.Mask(pxc.VodeParam, [None, 0])
+
+    @pxf.vmap(axes, in_axes=(0, 0), out_axes=None, axis_name="batch")
+    def energy(x, y, *, model):
+        model(x)
+        model.vodes[-1].set("h", y)
+        return jax.lax.pmean(model.energy(), "batch")
+
+    forward = pxf.vmap(axes, in_axes=(0,), axis_name="batch")(lambda x, *, model: model(x))
+    slope_h, slope_w = (pxf.grad(pxu.Mask(kind))(energy) for kind in (pxc.VodeParam, pxc.LayerParam))
+
+    def train(x, y, *, model, optim_h, optim_w):
+        def once(carry, _, *, model, optim_h):
+            with pxu.step(model, clear_params=pxc.VodeParam.Cache):
+                optim_h.step(model, slope_h(x, y, model=model)["model"], True)
+            return carry, None
+
+        with pxu.step(model, pxc.STATUS.INIT, clear_params=pxc.VodeParam.Cache):
+            forward(x, model=model)
+        optim_h.init(pxu.Mask(pxc.VodeParam)(model))
+        pxf.scan(once, 5)(None, None, model=model, optim_h=optim_h)
+        with pxu.step(model, clear_params=pxc.VodeParam.Cache):
+            optim_w.step(model, slope_w(x, y, model=model)["model"])
+
+    def trained(x, transform):
+        model = Convolutional()
+        objects = {
+            "optim_h": pxu.Optim(optax.sgd(0.1, momentum=0.5), pxu.Mask(pxc.VodeParam)(model)),
+            "optim_w": pxu.Optim(optax.sgd(0.1)),
+        }
+        transform(train)(x, y, model=model, **objects)
+        return pcx.weights(model)
+
+    start, expected, found = pcx.weights(Convolutional()), trained(x, lambda f: f), trained(x, pxf.jit)
+    assert largest_difference(expected, start) > 1e-3
+    assert largest_difference(found, expected) < 1e-12
+    text = jax.jit(lambda x: trained(x, pxf.jit)).lower(x).as_text(dialect="hlo")
+    assert set(re.findall(r"convolution\(.*dim_labels=(\S+?)[,\s]", text)) == {"b01f_01io->b01f"}
 
 
 def test_images_are_turned_once_not_at_every_layer():

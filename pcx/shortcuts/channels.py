@@ -56,8 +56,9 @@ class Laid(NamedTuple):
 def channels_last(function: F) -> F:
     """A function that computes the same, for `jax.jit` on a CPU, where convolutional networks train faster with it.
 
-    Elsewhere it is the function as it is. It belongs around a whole training step: its derivatives are those of the function,
-    and `jax.vmap` goes inside. Arguments are arrays and trees of arrays, as for `jax.jit`.
+    Elsewhere, and where nothing is compiled (``jax.disable_jit()``), it is the function as it is. It belongs around a whole
+    training step: its derivatives are those of the function, and `jax.vmap` goes inside. Arguments are arrays and trees of
+    arrays, as for `jax.jit`; `pcx.functional.jit` contains it.
 
     >>> import jax.numpy as jnp
     >>> image, kernel = jnp.ones((1, 3, 5, 5)), jnp.ones((2, 3, 3, 3))
@@ -67,7 +68,7 @@ def channels_last(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu" or getattr(jax.config, "jax_disable_jit", False):
             return function(*arguments, **keywords)
         leaves, structure = jax.tree.flatten((arguments, keywords))
 
@@ -76,9 +77,8 @@ def channels_last(function: F) -> F:
             return function(*arguments, **keywords)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        if not _convolves(closed):
-            return function(*arguments, **keywords)
-        results = _differentiable(closed.jaxpr)(closed.consts, leaves)
+        turned = _differentiable(closed.jaxpr) if _convolves(closed) else None
+        results = jaxpr_as_fun(closed)(*leaves) if turned is None else turned(closed.consts, leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call  # type: ignore[return-value]
