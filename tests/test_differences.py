@@ -13,6 +13,7 @@ import pcx.nn as pxnn
 from pcx.shortcuts import differences, products
 from pcx.shortcuts.differences import UNKNOWN
 
+CHOSEN = np.random.default_rng(4).random((4, 5)) > 0.5
 WEIGHT = np.random.default_rng(3).normal(size=(5, 4))
 
 
@@ -56,6 +57,11 @@ FUNCTIONS = {
     "padded": lambda x: jnp.pad(x, ((0, 1), (2, 0)), constant_values=3.0),
     "running sum": lambda x: jnp.cumsum(x, axis=0),
     "part": lambda x: jax.lax.dynamic_slice(x, (1, 2), (2, 2)),
+    "chosen by a mask": lambda x: jnp.where(CHOSEN, x, 2 * x**2),
+    "dropped by a mask": lambda x: jnp.where(CHOSEN, x * 2, 0),
+    "chosen by a mask and a sign": lambda x: jnp.where(CHOSEN & (x > 0), x, -3 * x),
+    "chosen by masks side by side": lambda x: jnp.where(jnp.concatenate([x[:2] > 0, CHOSEN[2:]]), x, 3 * x),
+    "one of three": lambda x: jax.lax.select_n(jnp.asarray(CHOSEN + CHOSEN[::-1], np.int32), x, 2 * x, x**2),
     "sine": jnp.sin,
     "logarithm of one more": lambda x: jnp.log1p(x**2),
 }
@@ -198,3 +204,75 @@ def test_errors_do_not_read_where_values_started():
     pcx.weight_gradient(model, delta, settled, x)
     assert min(float(jnp.max(jnp.abs(error))) for error in seen["kept"].values()) > 0
     jax.tree.map(np.testing.assert_array_equal, dict(seen["kept"]), dict(seen["lost"]))
+
+
+class Between(pcx.EnergyModule):
+    """Two dense layers with any function between a node and the layer after it."""
+
+    def __init__(self, between):
+        with pxnn.keys(jax.random.key(0)):
+            self.first, self.second = pxnn.Linear(5, 16), pxnn.Linear(16, 3)
+            self.between = between
+        self.vodes = [pcx.Vode() for _ in range(2)]
+
+    def __call__(self, x):
+        return self.vodes[1](self.second(self.between(self.vodes[0](self.first(x))).reshape(-1)))
+
+
+def image(x):
+    return x.reshape(1, 4, 4)
+
+
+def attention(x):
+    rows = x.reshape(4, 4)
+    return jax.nn.softmax(rows @ rows.T) @ rows
+
+
+LAYERS = {
+    "dropout": lambda: pxnn.Dropout(0.4),
+    "layer norm": lambda: pxnn.LayerNorm((16,)),
+    "batch norm": lambda: pxnn.BatchNorm(16),
+    "batch norm in every step": lambda: pxnn.BatchNorm(16, statistics="batch"),
+    "attention": lambda: attention,
+    "softmax": lambda: jax.nn.softmax,
+    "logsumexp": lambda: lambda x: x - jax.nn.logsumexp(x),
+    "sorted": lambda: jnp.sort,
+    "by its order": lambda: lambda x: x[jnp.argsort(-x)] * jnp.arange(16),
+    "largest of three": lambda: lambda x: jnp.concatenate([jax.lax.top_k(x, 3)[0], x[3:]]),
+    "mean pooling": lambda: lambda x: jnp.tile(pxnn.AvgPool2d(2)(image(x)).reshape(-1), 4),
+    "3×3 pooling": lambda: lambda x: jnp.tile(pxnn.MaxPool2d(3, stride=1)(image(x)).reshape(-1), 4),
+    "2×2 pooling": lambda: lambda x: jnp.tile(pxnn.MaxPool2d(2).of(image(x), jax.nn.gelu).reshape(-1), 4),
+    "transform": lambda: lambda x: jnp.abs(jnp.fft.fft(x)),
+    "rounded": lambda: lambda x: x + jnp.floor(4 * x),
+    "loop": lambda: lambda x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x) + x, x),
+    "branch": lambda: lambda x: jax.lax.cond(x[0] > 0, jnp.tanh, lambda x: 2 * x, x),
+    "standardised": lambda: jax.nn.standardize,
+    "power": lambda: lambda x: jnp.abs(x) ** 1.5 + x**0 + (2 + jnp.tanh(x)) ** -2,
+    "counted": lambda: lambda x: x * jnp.sum(x > 0),
+    "product": lambda: lambda x: x * jnp.prod(1 + 0.1 * x),
+    "matrix": lambda: lambda x: jnp.linalg.solve(image(x)[0] + 9 * jnp.eye(4), image(x)[0]),
+    "gated": lambda: lambda x: jnp.concatenate([jax.nn.glu(x), jax.nn.sigmoid(x[:8])]),
+    "angle": lambda: lambda x: jnp.arctan2(x, 1 + x**2) + jnp.arcsinh(x),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_whatever_stands_between_two_nodes(name):
+    """Anchored in float64, values, errors and weight gradients are those of the naive path; in float32 they are near them."""
+    between = LAYERS[name]()
+    model = Between(between)
+    x, y = jax.random.normal(jax.random.key(1), (6, 5)), jnp.arange(6) % 3
+    options = {"key": jax.random.key(2), "training": True}
+
+    def learn(model, x, **choice):
+        done = pcx.infer(model, x, {"vodes.1": y}, optimiser=optax.sgd(0.05, momentum=0.5), steps=6, **options, **choice)
+        settled = done.values if done.displaced is None else done.displaced
+        return done.values, pcx.weight_gradient(model, lambda u: pcx.deltas(model, settled, u), settled, x, **options)
+
+    naive = learn(model, x, shortcuts=pcx.NO_SHORTCUTS)
+    exact = learn(model, x, state_dtype=jnp.float64)
+    single = learn(jax.tree.map(lambda a: a.astype(jnp.float32), model), x.astype(jnp.float32))
+    for here, there, near in zip(*map(jax.tree.leaves, (exact, naive, single)), strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-9, atol=1e-10)
+        np.testing.assert_allclose(near, there, rtol=1e-3, atol=1e-4)
+    assert float(jnp.max(jnp.abs(naive[0]["vodes.0"] - pcx.run(model, {}, x, **options).values["vodes.0"]))) > 1e-2

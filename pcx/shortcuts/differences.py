@@ -53,7 +53,7 @@ def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], b
         return [eqn.primitive.bind(*map(before, x, by), **eqn.params)]
     if name in SMOOTH:
         return [_smooth(lambda x: eqn.primitive.bind(x, **eqn.params), x[0], by[0])]
-    moved = list(by) if name in ARITHMETIC else [jnp.zeros_like(a) if b is FIXED else b for a, b in zip(x, by, strict=True)]
+    moved = list(by) if name in ARITHMETIC else [_still(a) if b is FIXED else b for a, b in zip(x, by, strict=True)]
     found = (ARITHMETIC | RULES)[name](x, moved, jax.lax.stop_gradient(results[0]), eqn.params)
     return [found if found is UNKNOWN else jnp.broadcast_to(found, results[0].shape)]
 
@@ -64,6 +64,11 @@ def called(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], by: S
         return None
     amount = max_2x2_moved(*map(jax.lax.stop_gradient, (operands[0], by[0])))
     return [amount] if amount.shape == results[0].shape else None  # mapped over another axis than the first
+
+
+def _still(x: Array) -> Array:
+    """The displacement of what has not moved, as an array."""
+    return x if x.dtype == bool else jnp.zeros_like(x)
 
 
 def before(x: Array, by: Any) -> Array:
