@@ -7,7 +7,8 @@ A count of the sizes of what goes into each kernel and comes out of it; what a c
 the memory that the program holds at once, the data set apart. ``--target`` is a description of a device in the form of XLA's
 `xla/backends/gpu/target_config/specs`, and needs JAX's plugin for CUDA with its libraries, and on a machine without a GPU
 ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1``; no kernels are tried against each other then, so that convolutions may hold less or more
-than they do on the device. ``--plain`` leaves the kernel for pooling out.
+than they do on the device. ``--plain`` leaves the kernel for pooling out. A row is one of `pcx bench speed`, or a task such as
+mnist/mlp; with ``--seeds`` that many are trained side by side.
 """
 
 import argparse
@@ -48,17 +49,19 @@ def kernels(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def compiled(text: str, algorithm: str, target: Path | None, plain: bool) -> tuple[str, int]:
+def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: bool) -> tuple[str, int]:
     """The program of an epoch, as the compiler writes it, and the bytes that it holds."""
     import jax
     import jax.numpy as jnp
 
     from pcx.bench import speed
     from pcx.bench.engine import PRECISION, Engine, Population
+    from pcx.bench.tasks import configure
 
     row, precision = text.split(":")
-    config = speed.config_of(row, algorithm, precision=precision, epochs=2)
-    engine = Engine(config, speed.data_of(config.dataset, random=True, limit=2 * config.batch), [0], "scan")
+    changes: dict[str, Any] = {"precision": precision, "epochs": 2, "population": "vmap"}
+    config = (configure if "/" in row else speed.config_of)(row, algorithm, **changes)
+    engine = Engine(config, speed.data_of(config.dataset, random=True, limit=2 * config.batch), list(range(seeds)), "scan")
     place: Any = jax.devices()[0]
     if target is not None:
         from jax.experimental import topologies
@@ -84,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", metavar="ROW:PRECISION")
     parser.add_argument("--algorithm", default="pc_se", help="pc_se (default) or bp_se")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--all", action="store_true", help="a line for every kernel, in the order of the program")
@@ -92,14 +96,15 @@ def main() -> None:
         parser.error(f"{options.row!r} is not ROW:PRECISION, such as vgg7:bf16_state")
     if options.target is not None and not options.target.is_file():
         parser.error(f"there is no file {options.target}")
-    text, memory = compiled(options.row, options.algorithm, options.target, options.plain)
+    text, memory = compiled(options.row, options.algorithm, options.seeds, options.target, options.plain)
     found = kernels(text)
     for name, operation, count in found if options.all else ():
         print(f"{count / 1e6:8.1f} MB  {operation:30} {name}")
     others = [count for _, operation, count in found if "cudnn" not in operation]
     everything = sum(count for *_, count in found) / 1e9
     moved = f"those other than convolutions read and write {sum(others) / 1e9:.2f} GB a step, all {everything:.2f}"
-    print(f"{options.row} {options.algorithm}: {len(found)} kernels; {moved}; {memory / 2**20:.0f} MiB at once")
+    title = f"{options.row} {options.algorithm}, seeds: {options.seeds}"
+    print(f"{title}; {len(found)} kernels; {moved}; {memory / 2**20:.0f} MiB at once")
 
 
 if __name__ == "__main__":
