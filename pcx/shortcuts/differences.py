@@ -34,7 +34,8 @@ Rule = Callable[[list[Array], list[Array], Array, dict[str, Any]], Any]  # opera
 def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], by: Sequence[Any]) -> list[Any]:
     """The displacements of the results of an equation, given those of its operands; what has no rule is UNKNOWN.
 
-    That of a truth is what it was at the start. A difference has no derivative of its own: `tied` gives it one.
+    That of a truth is what it was at the start: known where only one of two numbers moves, or from an `Anchor`. A difference
+    has no derivative of its own: `tied` gives it one.
     """
     if all(amount is FIXED for amount in by):
         return [FIXED] * len(results)
@@ -50,7 +51,9 @@ def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], b
         return [UNKNOWN]
     x = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]
     if name in COMPARISONS:
-        return [eqn.primitive.bind(*map(before, x, by), **eqn.params)]
+        moving = [atom for atom, amount in zip(eqn.invars, by, strict=True) if amount is not FIXED]
+        known = x[0].dtype == bool or all(atom is moving[0] for atom in moving)
+        return [eqn.primitive.bind(*map(before, x, by), **eqn.params) if known else UNKNOWN]
     if name in SMOOTH:
         return [_smooth(lambda x: eqn.primitive.bind(x, **eqn.params), x[0], by[0])]
     moved = list(by) if name in ARITHMETIC else [_still(a) if b is FIXED else b for a, b in zip(x, by, strict=True)]
@@ -138,11 +141,15 @@ def _exponential(x: list[Array], by: list[Array], result: Array, _: Any) -> Arra
     return -jnp.sign(by[0]) * jnp.exp(jnp.maximum(x[0], x[0] - by[0])) * jnp.expm1(-jnp.abs(by[0]))
 
 
+TANH = (1, 1 / 3, 2 / 15, 17 / 315, 62 / 2835, 1382 / 155925, 21844 / 6081075)  # of tanh x / x, in powers of -x²
+
+
 def _tanh(x: Array, by: Array, result: Array) -> Array:
     """``tanh x - tanh x₀ = tanh Δx (1 - tanh x tanh x₀)``, the first by a series; for a long way the plain difference."""
-    start, square = jnp.tanh(x - by), by * by
-    small = by * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835)))))
-    return jnp.where(jnp.abs(by) < 1 / 8, small * (1 - result * start), result - start)
+    start, series = jnp.tanh(x - by), jnp.zeros_like(by)
+    for term in reversed(TANH):
+        series = term - by * by * series
+    return jnp.where(jnp.abs(by) < 1 / 8, by * series * (1 - result * start), result - start)
 
 
 def _smooth(function: Callable[[Array], Array], x: Array, by: Array) -> Array:

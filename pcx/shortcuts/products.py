@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._jaxpr import evaluate, inside
-from pcx.shortcuts.differences import FIXED, UNKNOWN, called, difference, tied
+from pcx.shortcuts.differences import COMPARISONS, FIXED, UNKNOWN, called, difference, tied
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -81,7 +81,7 @@ def interpret(
     for eqn in eqns:
         operands, by, here = [*map(read, eqn.invars)], [*map(moved, eqn.invars)], (*place, eqn.outvars[0])
         still, inner, name = all(amount is FIXED for amount in by), inside(eqn), eqn.primitive.name
-        if name in (*PRODUCTS, *SUMS):
+        if name in (*PRODUCTS, *SUMS, *COMPARISONS):
             result, amount = product(eqn, operands, by, here)
             results, amounts = [result], [amount]
         elif inner is not None and name in ("jit", "pjit"):
@@ -115,8 +115,9 @@ def _inside(
     return interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, dict(zip(names, by, strict=True)), place)
 
 
-def _left_alone(eqn: JaxprEqn, operands: list[Array], by: list[Any], place: Any) -> tuple[Array, Any]:
-    return _plain(eqn, operands), FIXED if all(amount is FIXED for amount in by) else UNKNOWN
+def _left_alone(eqn: JaxprEqn, operands: list[Any], by: list[Any], place: Any) -> tuple[Array, Any]:
+    value = _plain(eqn, operands)
+    return value, difference(eqn, operands, [value], by)[0]
 
 
 def _one(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -134,19 +135,21 @@ class Anchor:
     def __init__(self, known: Mapping[Any, tuple[list[Array], list[Array], Array]] | None = None):
         self.known = dict(known or {})
 
-    def record(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
-        """A product at the start, remembered."""
-        if eqn.primitive.name in SUMS:
+    def record(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
+        """A product at the start, remembered; so are sums, and what was found true."""
+        if eqn.primitive.name in (*SUMS, *COMPARISONS):
             self.known[place] = (operands, operands, value := _plain(eqn, operands))
             return value, FIXED
         value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
         self.known[place] = (operands, [low(operand) for operand in operands], value)
         return value, FIXED
 
-    def product(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
+    def product(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
         """A product at values of which some have moved since the start, and by how much it has."""
         if eqn.primitive.name in SUMS:
             return self._sum(eqn, operands[0], away[0], place)
+        if eqn.primitive.name in COMPARISONS:
+            return self._truth(eqn, operands, away, place)
         moving = [by is not FIXED for by in away]
         if place not in self.known or all(moving):
             plain = _with_derivative(eqn, _plain(eqn, operands), [low(operand) for operand in operands], *operands)
@@ -169,6 +172,11 @@ class Anchor:
         near = _plain(eqn, [jnp.abs(moved)]) <= _plain(eqn, [jnp.abs(operand)]) / 2
         return jnp.where(near, value + _plain(eqn, [moved]), plain), UNKNOWN
 
+    def _truth(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
+        """A comparison, and what it found at the start: exactly that, also where two numbers were equal."""
+        value, amount = _left_alone(eqn, operands, away, place)
+        return value, self.known[place][2] if amount is not FIXED and place in self.known else amount
+
     def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
         """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
         amount = self._moved(eqn, operands, away, place)
@@ -186,7 +194,7 @@ class Anchor:
         return _with_derivative(eqn, value, both, *operands)
 
 
-def _plain(eqn: JaxprEqn, operands: list[Array]) -> Array:
+def _plain(eqn: JaxprEqn, operands: list[Any]) -> Array:
     return eqn.primitive.bind(*operands, **eqn.params)
 
 
@@ -242,8 +250,8 @@ def rounded(function: F) -> F:
     Only bfloat16 needs it; tensorfloat32 is the hardware's own.
     """
 
-    def product(eqn: JaxprEqn, operands: list[Array], by: list[Any], place: Any) -> tuple[Array, Any]:
-        return _plain(eqn, operands) if eqn.primitive.name in SUMS else _low(eqn, *operands), FIXED
+    def product(eqn: JaxprEqn, operands: list[Any], by: list[Any], place: Any) -> tuple[Array, Any]:
+        return _low(eqn, *operands) if eqn.primitive.name in PRODUCTS else _plain(eqn, operands), FIXED
 
     return _interpreted(function, product)
 
