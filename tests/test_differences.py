@@ -97,6 +97,37 @@ def test_rules_are_exact(name, size):
     np.testing.assert_allclose(amount, expected, rtol=1e-8, atol=1e-13 * max(size, 1))
 
 
+JOINED = [
+    lambda a, b: a + b,
+    lambda a, b: a * b,
+    lambda a, b: a / (1 + b**2),
+    jnp.maximum,
+    lambda a, b: jnp.where(a > b, a, 2 * b),
+    lambda a, b: jnp.where(CHOSEN, a, b),
+    lambda a, b: jnp.concatenate([a[:1], b[1:]]),
+]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rules_one_after_another(seed):
+    """Three functions in a row, joined with what went in, at random."""
+    rng = np.random.default_rng(seed)
+    start, by = jnp.asarray(rng.normal(size=(4, 5))), jnp.asarray([2, 0.1, 1e-3][seed % 3] * rng.normal(size=(4, 5)))
+    fitting = [f for name, f in FUNCTIONS.items() if name != "centred over the batch" and f(start).shape == start.shape]
+    chosen = [(fitting[rng.integers(len(fitting))], JOINED[rng.integers(len(JOINED))]) for _ in range(3)]
+
+    def function(x):
+        for own, join in chosen:
+            x = join(jnp.tanh(own(x)), x)
+        return x
+
+    value, amount = moved(function, start, by)
+    now, before = function(start + by), function(start)
+    np.testing.assert_allclose(value, now, rtol=1e-11, atol=1e-12)
+    assert amount is not UNKNOWN
+    np.testing.assert_allclose(amount, now - before, rtol=1e-7, atol=1e-12 * (1 + float(jnp.max(jnp.abs(now)))))
+
+
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "pieces"])
 def test_a_step_below_rounding_survives(name):
     """In float32, a step of a billionth: plain differences are zero or noise, those by rules have five digits."""
