@@ -80,6 +80,18 @@ class Linear(eqx.nn.Linear):
         y = jax.lax.dot_general(x, self.weight, (((0,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias
 
+    def of_all(self, image: Array) -> Array:
+        """``layer(image.reshape(-1))``: the layer of all numbers of an image (channels, height, width), or of a vector.
+
+        Compilers keep the channels of an image last, so that flattening it copies it, at every step of inference. Here the
+        weights are turned instead, once, unless they are the larger array.
+        """
+        if image.ndim != 3 or image.size != self.in_features or self.out_features > self.in_features:
+            return self(image.reshape(-1))
+        weight = self.weight.reshape(-1, *image.shape).transpose(0, 2, 3, 1)
+        y = jax.lax.dot_general(image.transpose(1, 2, 0), weight, (((0, 1, 2), (1, 2, 3)), ((), ())))
+        return y if self.bias is None else y + self.bias
+
 
 class Conv2d(eqx.nn.Conv2d):
     """A convolution of an image (channels, height, width)."""

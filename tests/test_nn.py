@@ -53,6 +53,19 @@ def test_layers_are_equinox_layers_with_the_same_numbers():
     assert pxnn.Linear(4, 2, dtype=jnp.float32, key=key).weight.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("out", [5, 200])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_all_numbers_of_an_image_is_that_of_the_flat_image(out, bias):
+    """Whichever of image and weights is turned, by numpy written out; a layer for other images refuses this one."""
+    layer = pxnn.Linear(2 * 5 * 6, out, bias=bias, key=jax.random.key(3))
+    image = jax.random.normal(jax.random.key(4), (2, 5, 6))
+    expected = np.asarray(layer.weight) @ np.asarray(image).ravel() + (np.asarray(layer.bias) if bias else 0)
+    np.testing.assert_allclose(layer.of_all(image), expected, rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(layer.of_all(image.reshape(-1)), expected, rtol=1e-13, atol=1e-14)
+    with pytest.raises(ValueError, match="a layer with 60 inputs got an input of shape"):
+        layer.of_all(image[:, :4])
+
+
 # Pooling
 
 

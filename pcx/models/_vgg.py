@@ -61,16 +61,15 @@ class VGG(EnergyModule):
         done = jax.eval_shape(lambda x: functools.reduce(lambda x, i: self.block(i, x), range(blocks), x), image)
         return done.size
 
-    def output(self, x: Float[Array, " features"], images: Sequence[Array]) -> Float[Array, " classes"]:
+    def output(self, x: Array, images: Sequence[Array]) -> Float[Array, " classes"]:
         """The prediction of the last node; ``images`` are the values of the nodes after the convolutions."""
-        return self.head(x)
+        return self.head.of_all(x)
 
     def __call__(self, x: Float[Array, "channels height width"]) -> Float[Array, " classes"]:
         images = []
         for i in range(len(self.convolutions)):
             x = self.vodes[i](self.block(i, x))
             images.append(x)
-        x = x.reshape(-1)
         for layer, vode in zip(self.hidden, self.vodes[len(self.convolutions) : -1], strict=True):
-            x = vode(self.activation(layer(x)))
+            x = vode(self.activation(layer.of_all(x)))
         return self.vodes[-1](self.output(x, images))

@@ -31,8 +31,8 @@ class SkipVGG(VGG):
         super().__init__(shape, classes, *settings, **options)
         self.skip = pxnn.Linear(self.features(shape, SOURCE + 1), classes)
 
-    def output(self, x: Float[Array, " features"], images: Sequence[Array]) -> Float[Array, " classes"]:
-        return super().output(x, images) + self.skip(images[SOURCE].reshape(-1))
+    def output(self, x: Array, images: Sequence[Array]) -> Float[Array, " classes"]:
+        return super().output(x, images) + self.skip.of_all(images[SOURCE])
 
 
 def build(shape: tuple[int, ...], classes: int, options: Options) -> VGG:
