@@ -202,6 +202,7 @@ def _parameters() -> Any:
     return triton.CompilerParams(num_warps=WARPS, num_stages=1)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # traced and written out once, however many steps and nodes take it
 def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> tuple[Array, Array]:
     """The error of the node, and the gradient of its energy for the product, which has four pixels for each of the node's."""
     from jax.experimental import pallas as pl

@@ -273,7 +273,7 @@ def once(body: Callable[..., Any], carry: Any, step: int) -> Callable[..., Any]:
     leaves = jax.tree.leaves(carry)
     if not all(isinstance(leaf, jax.Array) for leaf in leaves) or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return body
-    again = jax.jit(body, inline=True)
+    again = jax.jit(body)
     try:
         again.eval_shape(carry, step)
     except jax.errors.ConcretizationTypeError:  # a schedule that branches on the number of the step
