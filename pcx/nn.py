@@ -86,7 +86,7 @@ class Linear(eqx.nn.Linear):
         Compilers keep the channels of an image last, so that flattening it copies it, at every step of inference. Here the
         weights are turned instead, once, unless they are the larger array.
         """
-        if image.ndim != 3 or image.size != self.in_features or self.out_features > self.in_features:
+        if image.ndim != 3 or image.size != self.in_features or len(self.weight) > image.size:
             return self(image.reshape(-1))
         weight = self.weight.reshape(-1, *image.shape).transpose(0, 2, 3, 1)
         y = jax.lax.dot_general(image.transpose(1, 2, 0), weight, (((0, 1, 2), (1, 2, 3)), ((), ())))
