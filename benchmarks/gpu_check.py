@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py                     # all rows of the timing table, a minute or two
     python benchmarks/gpu_check.py vgg5:bf16 mlp:tf32
 
-Special are the options of the compiler (`Engine._compile`), the kernel for pooling and turned kernels (`pcx/shortcuts`).
+Special are the options of the compiler (`Engine._compile`), the kernel for pooling, turned kernels and products in float16
+(`pcx/shortcuts`), which without all of that are in tf32.
 Printed is the cosine of the two changes of every weight array, the smallest of all; it ends with 1 if one is below the bound.
 They are not equal bit by bit: with other programs the compiler picks other kernels for products. On a CPU nothing is special.
 """
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROWS = ("mlp:tf32", "mlp:bf16_state", "vgg5:tf32", "vgg5:bf16", "alexnet:tf32", "vgg7:tf32", "vgg7:bf16", "vgg7:bf16_state")
+ROWS = ("alexnet:f16", "vgg5:f16", "vgg7:f16", "alexnet:tf32", "vgg5:tf32", "vgg7:tf32", "vgg5:bf16", "vgg7:bf16",
+        "vgg7:bf16_state", "mlp:tf32", "mlp:bf16_state")  # fmt: skip
 BOUND = 0.95
 
 
@@ -55,15 +57,16 @@ def main() -> None:
     for text in options.rows:
         if text.count(":") != 1:
             parser.error(f"{text!r} is not ROW:PRECISION, such as vgg5:bf16")
-        special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL)
+        special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, engine.INFERENCE)
         try:
             before, after, loss = trained(text, options.steps)
             engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda dtype: False, 0
+            engine.INFERENCE = {name: options for name, options in engine.INFERENCE.items() if name != "f16"}
             _, plain, other = trained(text, options.steps)
         except ConfigError as error:
             sys.exit(f"error: {text}: {error}")
         finally:
-            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = special
+            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, engine.INFERENCE = special
         cosines = []
         for name, start in before.items():
             a, b = (w[name].ravel() - start.ravel() for w in (after, plain))

@@ -146,7 +146,10 @@ class _Task:
             self.constants = start.predictions.only(settled if shortcuts.constant else ())
             self.stacks = self.program.stacked_weights() if shortcuts.stack else None
             if shortcuts.anchor and (state_dtype is not None or products.worthwhile(self.dtype)):
-                self.anchor = self.program.anchor(start.values)
+                self.anchor = self.program.anchor(start.values, shortcuts.half)
+        # whether products read another copy of the values, in fewer bytes
+        halved = self.anchor is not None and self.anchor.halved
+        self.rounded = state_dtype is None and (halved or products.precision() == "bfloat16")
         self.gap = gaps(start.values, start.predictions)
         self.pooled = PooledErrors(self)
 
@@ -259,7 +262,7 @@ class _Task:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free, zeros = pinned(self.updated(free, updates.only(targets)), zeros, self.state_dtype, moved)
+            free, zeros = pinned(self.updated(free, updates.only(targets)), zeros, self.rounded, moved)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -270,7 +273,7 @@ class _Task:
             gradients = self.gradient(free, step, active, targets, moved)
             everything = Nodes({n: gradients[n] if n in gradients else jnp.zeros_like(free[n]) for n in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free, state = pinned(self.updated(free, updates), state, self.state_dtype, self.free)
+            free, state = pinned(self.updated(free, updates), state, self.rounded, self.free)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None

@@ -165,7 +165,8 @@ class Shortcuts(NamedTuple):
 
     ``anchor`` is about precision, not work: below float64, products and values are kept as differences from the start.
     ``kernel``, on a GPU, makes one kernel of a step of stacked layers, and one of the error of a pooled node; it has to be
-    asked for, and has no derivative.
+    asked for, and has no derivative. ``half`` computes large anchored products, where ``jax.default_matmul_precision`` is
+    "tensorfloat32", with as many bits in half the bytes (`pcx.shortcuts.half`); these have a first derivative only.
     """
 
     wave: bool = True
@@ -173,6 +174,7 @@ class Shortcuts(NamedTuple):
     stack: bool = True
     anchor: bool = True
     kernel: bool = False
+    half: bool = False
 
 
 ALL_SHORTCUTS = Shortcuts()

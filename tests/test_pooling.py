@@ -251,7 +251,7 @@ def test_members_of_a_population():
     assert largest_difference(jax.tree.map(lambda leaf: leaf[1], both), alone) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_a_device_is_tried_before_kernels_are_used(dtype, monkeypatch):
     """Right numbers are taken, wrong ones and failures are not, and a sentence says why."""
     right = pooling._launch

@@ -253,7 +253,7 @@ def test_activations_have_places(tmp_path):
         (["momentun"], "there is no study 'momentun'; use momentum."),
         (["momentum", "--seeds", "0"], "--seeds is 0; at least one seed is needed."),
         (["momentum", "--epochs", "0"], "epochs is 0; it is at least 1."),
-        (["momentum", "--precision", "fp8"], "precision is 'fp8'; use float32, tf32, bf16, bf16_state, tf32_plain."),
+        (["momentum", "--precision", "fp8"], "precision is 'fp8'; use float32, tf32, f16, bf16, bf16_state, tf32_plain."),
         (["lr_h", "--task", "digits"], "a task is written dataset/model, such as mnist/mlp, but got 'digits'."),
         (
             ["lr_h", "--task", "digit/mlp"],

@@ -64,7 +64,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="epochs, where not those of the task")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, any setting; several, or repeated")] = None,
     out: Annotated[Path | None, typer.Option(parser=path_of, help="the run's folder (default runs/TASK-ALGORITHM-…)")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bf16, bf16_state (values too), tf32_plain")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32, f16, bf16, bf16_state (values too), tf32_plain")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two epochs on 2,000 images; never enters a table")] = False,
 ) -> None:
     from pcx.bench.config import ConfigError, parse_pairs, with_options

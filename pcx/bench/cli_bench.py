@@ -58,7 +58,7 @@ def refusals(out: Path) -> Iterator[None]:
 
 ALGORITHMS = " ".join(pcx.algorithms.names())
 Algorithm = Annotated[str | None, typer.Option("--algorithm", "-a", help=ALGORITHMS)]
-Precision = Annotated[str, typer.Option(help="float32, tf32, bf16, bf16_state (values too), tf32_plain")]
+Precision = Annotated[str, typer.Option(help="float32, tf32, f16, bf16, bf16_state (values too), tf32_plain")]
 Epochs = Annotated[int, typer.Option(help="epochs that count; one more warms up")]
 Random = Annotated[bool, typer.Option("--random", help="random images of the data set's number and shape")]
 Out = Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/speed.jsonl)")]

@@ -46,7 +46,7 @@ def search(
     storage: Annotated[str | None, typer.Option(help="a file, or a storage URL of Optuna (default FOLDER/study.log)")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value, not searched; several, or repeated")] = None,
     seed: Annotated[int, typer.Option(help="of the sampler")] = 0,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bf16, bf16_state (values too), tf32_plain")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32, f16, bf16, bf16_state (values too), tf32_plain")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="3 trials of two epochs on 2,000 images")] = False,
     out: Annotated[Path | None, typer.Option(parser=path_of, help="folder (default runs/search-TASK-ALGORITHM)")] = None,
 ) -> None:

@@ -34,7 +34,7 @@ def study(
     task: Annotated[str, typer.Option(help="dataset/model instead of the paper's; several with commas")] = "",
     seeds: Annotated[int, typer.Option(help="how many seeds, from 0; they train side by side")] = 1,
     epochs: Annotated[int | None, typer.Option(help="epochs of every point (default 10; 2 with --quick)")] = None,
-    precision: Annotated[str, typer.Option(help="float32, tf32, bf16, bf16_state (values too), tf32_plain")] = "tf32",
+    precision: Annotated[str, typer.Option(help="float32, tf32, f16, bf16, bf16_state (values too), tf32_plain")] = "tf32",
     quick: Annotated[bool, typer.Option("--quick", help="few points of digits/mlp, 2,000 images; kept in runs/")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="train nothing; table and figure of the records")] = False,
     out: Annotated[Path | None, typer.Option(parser=path_of, help="file of records (default results/studies.jsonl)")] = None,

@@ -10,8 +10,8 @@ import pcx.algorithms
 import pcx.models
 from pcx._types import ModelError, near
 
-# of products; with bf16_state, of the state of inference too; with tf32_plain products are not anchored
-PRECISIONS = ("float32", "tf32", "bf16", "bf16_state", "tf32_plain")
+# of products; f16: as tf32, in half the bytes; bf16_state: of the state of inference too; tf32_plain: not anchored
+PRECISIONS = ("float32", "tf32", "f16", "bf16", "bf16_state", "tf32_plain")
 
 
 class ConfigError(ValueError):

@@ -38,11 +38,17 @@ MODES = ("scan", "host", "host_unrolled")
 PRECISION = {
     "float32": "float32",
     "tf32": "tensorfloat32",
-    "tf32_plain": "tensorfloat32",
+    "f16": "tensorfloat32",
     "bf16": "bfloat16",
     "bf16_state": "bfloat16",
+    "tf32_plain": "tensorfloat32",
 }
-INFERENCE = {"bf16_state": {"state_dtype": jnp.bfloat16}, "tf32_plain": {"shortcuts": Shortcuts(anchor=False)}}
+PRODUCTS = {"f16": jnp.float16, "bf16": jnp.bfloat16, "bf16_state": jnp.bfloat16}  # where they are not in float32
+INFERENCE = {
+    "bf16_state": {"state_dtype": jnp.bfloat16},
+    "tf32_plain": {"shortcuts": Shortcuts(anchor=False)},
+    "f16": {"shortcuts": Shortcuts(half=True)},
+}
 # Options of the compiler on a GPU. Small kernels of dense layers that need not wait for each other run side by side; that
 # makes convolutions no faster. For these it need not try several kernels for every elementwise one: it gains nothing by it.
 DENSE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -134,9 +140,7 @@ class Engine:
         with jax.default_matmul_precision(PRECISION[config.precision]):
             jax.eval_shape(self._look)
             start = time.perf_counter()
-            self.quick_pooling = self.convolutional and pooling.works(
-                jnp.bfloat16 if PRECISION[config.precision] == "bfloat16" else jnp.float32
-            )
+            self.quick_pooling = self.convolutional and pooling.works(PRODUCTS.get(config.precision, jnp.float32))
             self.timing.compile += time.perf_counter() - start
             self._build()
 

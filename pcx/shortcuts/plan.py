@@ -26,7 +26,7 @@ from pcx._free_energy import run
 from pcx._jaxpr import cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
-from pcx.shortcuts.products import Anchor, Product, interpret, precision, products_in
+from pcx.shortcuts.products import Anchor, Product, interpret, products_in
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3  # equal pieces
@@ -79,9 +79,9 @@ class Program:
         known |= dict(zip(self.jaxpr.invars[len(self.inputs) :], leaves, strict=True))
         return known | {self.inputs[name]: value for name, value in values.items()}
 
-    def anchor(self, values: Nodes[Array]) -> Anchor:
+    def anchor(self, values: Nodes[Array], halved: bool = False) -> Anchor:
         """All products at these values, for `pcx.shortcuts.products`."""
-        anchor = Anchor()
+        anchor = Anchor(halved=halved)
         self.predict(values, self.outputs, product=anchor.record)
         return anchor
 
@@ -303,14 +303,13 @@ class ZeroAware:
         return True
 
 
-def pinned(free: Nodes[Array], state: Any, dtype: Any, moved: Iterable[str]) -> tuple[Nodes[Array], Any]:
+def pinned(free: Nodes[Array], state: Any, rounded: bool, moved: Iterable[str]) -> tuple[Nodes[Array], Any]:
     """A large state as it is after a step, as arrays that the compiler keeps.
 
     It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values of which
-    products read a rounded copy (bfloat16, unless that is the ``dtype`` of the state) are left to it: one kernel writes both.
-    Those that have not moved are zeros still, which nobody need keep.
+    products read a ``rounded`` copy are left to it: one kernel writes both, or writes and measures them. Those that have not
+    moved are zeros still, which nobody need keep.
     """
-    rounded = dtype is None and precision() == "bfloat16"
     arrays, rest = eqx.partition((free.only(() if rounded else moved), state), eqx.is_array)
     values, state = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(free)) >= LARGE), rest)
     return free | values, state

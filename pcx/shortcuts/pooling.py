@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array, Float
 
 from pcx._energies import squared_error
+from pcx.shortcuts import half
 from pcx.shortcuts.plan import Program
 from pcx.shortcuts.products import along, interpret, low, precision
 from pcx.shortcuts.windows import larger_moved, largest, order, pick
@@ -29,6 +30,7 @@ CHANNELS = 128  # of a block, at most; two windows of a row are a block
 WARPS = 2
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
 CORNERS = [*itertools.product((0, 1), (0, 1))]
+Scales = tuple[Array, Array] | None  # powers of two for each sample: of a product in float16, and of the errors sent back
 
 
 def pool_name(activation: Any) -> str:
@@ -88,15 +90,27 @@ class PooledError:
         place, moved = (convolution.outvars[0],), free[self.parent].astype(values[self.parent].dtype)
         known = program._known({self.parent: values[self.parent] + moved}, None)
         away = {program.inputs[self.parent]: moved}
+        base, gap, weights = anchor.known[place][2], task.gap[self.name], anchor.known[place][1][1]
 
         def product(eqn: JaxprEqn, operands: list[Any], away: list[Any], here: Any) -> tuple[Array, Any]:
-            return (anchor.moving if here == place else anchor.product)(eqn, operands, away, here)
+            if here != place:
+                return anchor.product(eqn, operands, away, here)
+            if not isinstance(weights, half.Half):
+                return anchor.moving(eqn, operands, away, here), None
+            found = anchor.halves(eqn, operands, away, here)
+            error = _error_scale(found.scale, free[self.name], gap)
+            return half.with_derivative(eqn, found.array, operands[0], operands[1], weights, error), (found.scale, error)
 
-        moving = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)[0][0]
-        base, gap = anchor.known[place][2], task.gap[self.name]
+        (moving,), (scales,) = interpret(program.jaxpr, piece[: self.product + 1], known, convolution.outvars, product, away)
         if precision() == "bfloat16":  # both products are in bfloat16 as they come
             base, moving = low(base), low(moving)
-        return _energy(self.activation, moving, free[self.name], base, gap, known[self.bias].reshape(-1))
+        return _energy(self.activation, moving, free[self.name], base, gap, known[self.bias].reshape(-1), scales)
+
+
+def _error_scale(scale: Array, by: Array, gap: Array | None) -> Array:
+    """The power of two for errors: of a displacement, a gap, and a prediction that moves by no more than the product."""
+    bound = half.largest(jax.lax.stop_gradient(by)).astype(scale.dtype) + half.BOUND / scale
+    return half.power(bound if gap is None else bound + half.largest(gap))
 
 
 def _added(eqns: list[JaxprEqn], product: Any, result: Any, channels: int) -> Any:
@@ -135,7 +149,7 @@ def _possible() -> bool:
 
 @functools.cache
 def works(dtype: Any) -> bool:
-    """Whether there is a GPU where a kernel, for products in this dtype, computes what numpy does: tried once."""
+    """Whether there is a GPU where a kernel, for moving products in this dtype, computes what numpy does: tried once."""
     if not _possible():
         return False
     try:
@@ -150,11 +164,15 @@ def works(dtype: Any) -> bool:
 
 def _away(dtype: Any) -> float:
     """How far a launch is from numpy, in units of what rounding explains."""
-    rng, slope = np.random.default_rng(0), 0.01
+    rng, slope, halved = np.random.default_rng(0), 0.01, dtype == jnp.float16
     small, large = (2, CHANNELS, 3, 4), (2, CHANNELS, 6, 8)
     moving, base, by = (rng.normal(size=size).astype(dtype) for size in (large, large, small))
-    bias = rng.normal(size=CHANNELS).astype(np.float32)
-    found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(moving, by, base, None, bias)
+    bias, scales = rng.normal(size=CHANNELS).astype(np.float32), np.ones((2, 2, 1, 1, 1), np.float32)
+    if halved:  # the product alone is; powers of two
+        base, by = (rng.normal(size=array.shape).astype(np.float32) for array in (base, by))
+        scales = np.array([8, 2, 4, 16], np.float32).reshape(scales.shape)
+    given = (moving, by, base, None, bias, (jnp.asarray(scales[0]), jnp.asarray(scales[1])) if halved else None)
+    found = jax.jit(lambda *given: _launch(jax.nn.leaky_relu, *given))(*given)
 
     def pixels(array: Any) -> np.ndarray:
         """The pixels of each window, last."""
@@ -165,24 +183,29 @@ def _away(dtype: Any) -> float:
         return np.where(z >= 0, z, slope * z)
 
     before = pixels(base) + bias[:, None, None, None]
-    z = pixels(base) + pixels(moving) + bias[:, None, None, None]
+    z = before + pixels(moving) / scales[0][..., None]
     error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - act(np.max(before, axis=-1)))
     chosen = np.arange(4) == np.argmax(z, axis=-1)[..., None]
-    sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0)
+    sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0) * scales[1][..., None]
     pairs = ((np.asarray(found[0], np.float32), error), (pixels(found[1]), sent))
     eps = float(jnp.finfo(dtype).eps)
     return float(np.max([np.max(np.abs(mine - its) / (1e-5 + eps * np.abs(its))) for mine, its in pairs]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _energy(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> Float[Array, " batch"]:
-    """``½ Σ (by - (act(max(base + moving)) - act(max(base)) - gap))²`` of every sample, with the bias in both products."""
-    return _forward(activation, moving, by, base, gap, bias)[0]
+def _energy(
+    activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array, scales: Scales = None
+) -> Float[Array, " batch"]:
+    """``½ Σ (by - (act(max(base + moving)) - act(max(base)) - gap))²`` of every sample, with the bias in both products.
+
+    With scales the product is in float16, multiplied by the first of each sample, and so is its gradient, by the second.
+    """
+    return _forward(activation, moving, by, base, gap, bias, scales)[0]
 
 
-def _forward(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> Any:
-    error, pixels = _launch(activation, moving, by, base, gap, bias)
-    return 0.5 * jnp.sum(jnp.square(error.astype(bias.dtype)), axis=(1, 2, 3)), (error, pixels, base, gap, bias)
+def _forward(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array, scales: Scales) -> Any:
+    error, pixels = _launch(activation, moving, by, base, gap, bias, scales)
+    return 0.5 * jnp.sum(jnp.square(error.astype(bias.dtype)), axis=(1, 2, 3)), (error, pixels, base, gap, bias, scales)
 
 
 def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
@@ -203,7 +226,9 @@ def _parameters() -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and written out once, however many steps and nodes take it
-def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array) -> tuple[Array, Array]:
+def _launch(
+    activation: Any, moving: Array, by: Array, base: Array, gap: Array | None, bias: Array, scales: Scales = None
+) -> tuple[Array, Array]:
     """The error of the node, and the gradient of its energy for the product, which has four pixels for each of the node's."""
     from jax.experimental import pallas as pl
 
@@ -216,22 +241,28 @@ def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array |
         return values.transpose(0, 2, 3, 1).reshape(samples * height, width, channels)
 
     gaps = [] if gap is None else [rows(gap)]
+    powers = [] if scales is None else [(1 / scales[0]).reshape(-1), scales[1].reshape(-1)]
     size, columns = _channels(channels), 2 - width % 2
     whole = pl.BlockSpec((1, 2, columns, 2, size), lambda r, w, c: (r, 0, w, 0, c))
     part = pl.BlockSpec((1, columns, size), lambda r, w, c: (r, w, c))
+    channel = pl.BlockSpec((size,), lambda r, w, c: (c,))
+    sample = pl.BlockSpec((1,), lambda r, w, c: (r // height,))
 
     def corners(ref: Any) -> list[Array]:
         return [ref[:, i, :, j, :].astype(dtype) for i, j in CORNERS]
 
     def kernel(*refs: Any) -> None:
-        moving, base, by, bias, *gap, error, pixels = refs
+        moving, base, by, bias, *more, error, pixels = refs
+        gap, (back, scale) = more[: len(gaps)], more[len(gaps) :] or (None, None)
         moved, offset = corners(moving), bias[...]
+        if back is not None:
+            moved = [way * back[...] for way in moved]
         z = [known + way + offset for known, way in zip(corners(base), moved, strict=True)]
         before = [now - way for now, way in zip(z, moved, strict=True)]
         found = upper, left, left_below = order(*z)
         _, amount = along(activation, largest(*z), larger_moved(largest(*z), pick(found, *moved), largest(*before)))
         away = by[...].astype(dtype) - (amount - gap[0][...].astype(dtype) if gap else amount)
-        (sent,) = jax.vjp(activation, largest(*z))[1](-away)
+        (sent,) = jax.vjp(activation, largest(*z))[1](-away if scale is None else -away * scale[...])
         chosen = (upper & left, upper & ~left, ~upper & left_below, ~upper & ~left_below)
         for (i, j), here in zip(CORNERS, chosen, strict=True):
             pixels[:, i, :, j, :] = jnp.where(here, sent, 0).astype(pixels.dtype)
@@ -240,7 +271,7 @@ def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array |
     found, sent = pl.pallas_call(
         kernel,
         grid=(samples * height, width // columns, channels // size),
-        in_specs=[whole, whole, part, pl.BlockSpec((size,), lambda r, w, c: (c,)), *(part for _ in gaps)],
+        in_specs=[whole, whole, part, channel, *(part for _ in gaps), *(sample for _ in powers)],
         out_specs=[part, whole],
         out_shape=[
             jax.ShapeDtypeStruct((samples * height, width, channels), by.dtype),
@@ -248,6 +279,6 @@ def _launch(activation: Any, moving: Array, by: Array, base: Array, gap: Array |
         ],
         interpret=INTERPRET,
         compiler_params=_parameters(),
-    )(windows(moving), windows(base), rows(by), bias, *gaps)
+    )(windows(moving), windows(base), rows(by), bias, *gaps, *powers)
     error = found.reshape(samples, height, width, channels).transpose(0, 3, 1, 2)
     return error, sent.reshape(samples, 2 * height, 2 * width, channels).transpose(0, 3, 1, 2)

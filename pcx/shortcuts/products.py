@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._jaxpr import evaluate, inside
+from pcx.shortcuts import half
 from pcx.shortcuts.differences import COMPARISONS, FIXED, UNKNOWN, called, difference, tied
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,11 +130,13 @@ class Anchor:
     """The products of a program where inference starts, and from there the same products at other values.
 
     An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with rounded derivatives.
-    What does not move (the weights) is rounded once, by `record`.
+    What does not move (the weights) is rounded once, by `record`. ``halved`` products have their eleven bits in two bytes
+    (`pcx.shortcuts.half`), where they are large enough for that.
     """
 
-    def __init__(self, known: Mapping[Any, tuple[list[Array], list[Array], Array]] | None = None):
+    def __init__(self, known: Mapping[Any, tuple[list[Array], list[Any], Array]] | None = None, halved: bool = False):
         self.known = dict(known or {})
+        self.halved = halved and precision() == "tensorfloat32"
 
     def record(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
         """A product at the start, remembered; so are sums, and what was found true."""
@@ -141,7 +144,10 @@ class Anchor:
             self.known[place] = (operands, operands, value := _plain(eqn, operands))
             return value, FIXED
         value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
-        self.known[place] = (operands, [low(operand) for operand in operands], value)
+        rounded: list[Any] = [low(operand) for operand in operands]
+        if self.halved and half.fits(eqn):
+            rounded[1] = half.weights(eqn, operands[1])
+        self.known[place] = (operands, rounded, value)
         return value, FIXED
 
     def product(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
@@ -158,7 +164,7 @@ class Anchor:
         if any(moving):
             amount = self._moved(eqn, operands, away, place)
             value = value + amount
-        return self._derived(eqn, value, operands, moving, place), amount
+        return self._derived(eqn, value, operands, away, place), amount
 
     def _sum(self, eqn: JaxprEqn, operand: Array, by: Any, place: Any) -> tuple[Array, Any]:
         """The sum at the start and that of what has moved; the plain one where a function of values moved by more than half."""
@@ -177,20 +183,31 @@ class Anchor:
         value, amount = _left_alone(eqn, operands, away, place)
         return value, self.known[place][2] if amount is not FIXED and place in self.known else amount
 
-    def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> tuple[Array, Any]:
+    def moving(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
         """By how much a product of which one operand moves has moved since the start; its derivative is that of the product."""
         amount = self._moved(eqn, operands, away, place)
-        return self._derived(eqn, amount, operands, [by is not FIXED for by in away], place), amount
+        return self._derived(eqn, amount, operands, away, place)
+
+    def halves(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> half.Half:
+        """What `moving` gives, in float16 as it comes, and without a derivative: `half.with_derivative` adds one."""
+        by = operands[0] - self.known[place][0][0] if away[0] is UNKNOWN else away[0]
+        return half.product(eqn, half.samples(jax.lax.stop_gradient(by)), self.known[place][1][1])
+
+    def _halved(self, place: Any, away: list[Any]) -> bool:
+        return isinstance(self.known[place][1][1], half.Half) and away[1] is FIXED
 
     def _moved(self, eqn: JaxprEqn, operands: list[Array], away: list[Any], place: Any) -> Array:
+        if self._halved(place, away):
+            return self.halves(eqn, operands, away, place).wide(operands[0].dtype)
         start, rounded, _ = self.known[place]
         by = [x - s if b is UNKNOWN else b for x, s, b in zip(operands, start, away, strict=True)]
-        parts = [r if b is FIXED else b for r, b in zip(rounded, by, strict=True)]
-        return _low(eqn, *map(jax.lax.stop_gradient, parts))
+        return _low(eqn, *(jax.lax.stop_gradient(r if b is FIXED else b) for r, b in zip(rounded, by, strict=True)))
 
-    def _derived(self, eqn: JaxprEqn, value: Array, operands: list[Array], moving: list[bool], place: Any) -> Array:
+    def _derived(self, eqn: JaxprEqn, value: Array, operands: list[Array], away: list[Any], place: Any) -> Array:
         rounded = self.known[place][1]
-        both = [low(x) if moves else r for x, r, moves in zip(operands, rounded, moving, strict=True)]
+        if self._halved(place, away):
+            return half.with_derivative(eqn, value, operands[0], operands[1], rounded[1])
+        both = [r if by is FIXED else low(x) for x, r, by in zip(operands, rounded, away, strict=True)]
         return _with_derivative(eqn, value, both, *operands)
 
 
