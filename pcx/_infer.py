@@ -148,8 +148,7 @@ class _Task:
             if shortcuts.anchor and (state_dtype is not None or products.worthwhile(self.dtype)):
                 self.anchor = self.program.anchor(start.values, shortcuts.half)
         # whether products read another copy of the values, in fewer bytes
-        halved = self.anchor is not None and self.anchor.halved
-        self.rounded = state_dtype is None and (halved or products.precision() == "bfloat16")
+        self.rounded = state_dtype is None and products.two_bytes(self.anchor)
         self.gap = gaps(start.values, start.predictions)
         self.pooled = PooledErrors(self)
 

@@ -39,8 +39,7 @@ def deltas(
     factors = make_objective(model, energy, precision).factors(model, given, step)
 
     def total(predictions: Nodes[Array]) -> Array:
-        parts = factor_energies(factors, values, predictions)
-        return sum((jnp.sum(part) for part in parts.values()), start=jnp.zeros(()))
+        return sum((jnp.sum(part) for part in factor_energies(factors, values, predictions).values()), start=jnp.zeros(()))
 
     return jax.grad(total)(given).only(given)
 
@@ -117,8 +116,7 @@ def train_step(
     before the optimiser (nudging: 1/β). The other options are those of `infer`.
     """
     inferred = infer(model, x, observed, optimiser=state_optimiser, steps=steps, **options)
-    objective = {name: options.get(name) for name in ("energy", "precision")}
-    learned: dict[str, Nodes[Array]] = {}
+    objective, learned = {name: options.get(name) for name in ("energy", "precision")}, dict[str, Nodes[Array]]()
     settled = inferred.values if inferred.displaced is None else inferred.displaced
 
     def delta(u: Nodes[Array]) -> Nodes[Array]:
@@ -128,8 +126,8 @@ def train_step(
 
     context = {name: options[name] for name in ("key", "training") if name in options}
     gradient = weight_gradient(model, delta, settled, x, names=inferred.reached, **context)
-    gradient = jax.tree.map(lambda g: weight_scale * g, gradient)
-    trained, weight_state = apply_gradient(model, gradient, weight_optimiser, weight_state)
+    scaled = jax.tree.map(lambda g: weight_scale * g, gradient)
+    trained, weight_state = apply_gradient(model, scaled, weight_optimiser, weight_state)
     none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)
     energies = Nodes({name: learned["energies"].get(name, none) for name in inferred.values})
     return Trained(update_state(trained, inferred.forward.state), weight_state, inferred, energies)

@@ -133,7 +133,7 @@ def test_the_version_is_that_of_the_package():
         (["digits/mlp", "-a", "pc_se", "--set", "batch=2000"], ["batch of 2000", "1438"]),
         (["digits/mlp", "-a", "pc_se", "--epochs", "0"], ["epochs is 0", "at least 1"]),
         (["digits/mlp", "-a", "pc_se", "--seeds", "0"], ["--seeds is 0"]),
-        (["digits/mlp", "-a", "pc_se", "--precision", "fp8"], ["precision is 'fp8'", "float32, tf32, bf16"]),
+        (["digits/mlp", "-a", "pc_se", "--precision", "fp8"], ["precision is 'fp8'", "float32, tf32, f16, bf16"]),
         (["generative"], ["generative", "accuracy"]),
         (["timing"], ["timing", "pcx bench speed"]),
         (["accuracy", "-a", "pc_es"], ["'pc_es'", "near: pc_se, pc_ce"]),

@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_complete_records(monkeypatch):
         (["speed", "--rows", "mpl"], ["no row 'mpl'", "mlp"]),
         (["speed", "--rows", "mlp,vgg9", "--random"], ["no row 'vgg9'", "vgg7"]),
         (["speed", "--rows", ","], ["--rows", "mlp, alexnet, vgg5, vgg7"]),
-        (["speed", "--precision", "fp8", "--random"], ["precision is 'fp8'", "float32, tf32, bf16"]),
+        (["speed", "--precision", "fp8", "--random"], ["precision is 'fp8'", "float32, tf32, f16, bf16"]),
         (["speed", "--epochs", "0", "--random"], ["--epochs is 0"]),
         (["population", "--seeds", "1", "--random"], ["--seeds is 1"]),
         (["population", "--task", "mnist", "--random"], ["dataset/model"]),

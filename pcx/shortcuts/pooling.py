@@ -26,8 +26,8 @@ from pcx.shortcuts.windows import larger_moved, largest, order, pick
 
 # Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
 INCREASING = (jax.nn.relu, jax.nn.leaky_relu)
-CHANNELS = 128  # of a block, at most; two windows of a row are a block
-WARPS = 2
+# Of a block, which is one window: channels, at most, and warps; by bytes of a number, the fastest of those tried.
+BLOCKS = {2: (128, 1), 4: (256, 4)}
 INTERPRET = False  # run the kernel as plain JAX, anywhere: to test it
 CORNERS = [*itertools.product((0, 1), (0, 1))]
 Scales = tuple[Array, Array] | None  # powers of two for each sample: of a product in float16, and of the errors sent back
@@ -79,7 +79,7 @@ class PooledError:
         if len(shape) != 4 or inside != shape or product.invars[1] not in weights:
             return None
         bias = _added(piece[places[0] + 1 : -1], product.outvars[0], pooled, shape[1])
-        fits = not any(size % 2 for size in shape[2:]) and _channels(shape[1]) >= 16
+        fits = not any(size % 2 for size in shape[2:]) and not shape[1] % 16
         if not fits or bias not in weights:
             return None
         return PooledError(program, name, next(iter(parents)), places[0], bias, activation)
@@ -133,11 +133,6 @@ def _added(eqns: list[JaxprEqn], product: Any, result: Any, channels: int) -> An
     return found[0] if len(found) == 1 and result in same else None
 
 
-def _channels(count: int) -> int:
-    """The channels of a block: a power of two that divides their number."""
-    return min(CHANNELS, count & -count)
-
-
 def _possible() -> bool:
     """Whether there is a GPU, and what compiles kernels for it."""
     try:
@@ -164,10 +159,10 @@ def works(dtype: Any) -> bool:
 
 def _away(dtype: Any) -> float:
     """How far a launch is from numpy, in units of what rounding explains."""
-    rng, slope, halved = np.random.default_rng(0), 0.01, dtype == jnp.float16
-    small, large = (2, CHANNELS, 3, 4), (2, CHANNELS, 6, 8)
+    rng, slope, halved, channels = np.random.default_rng(0), 0.01, dtype == jnp.float16, 2 * BLOCKS[4][0]
+    small, large = (2, channels, 3, 4), (2, channels, 6, 8)
     moving, base, by = (rng.normal(size=size).astype(dtype) for size in (large, large, small))
-    bias, scales = rng.normal(size=CHANNELS).astype(np.float32), np.ones((2, 2, 1, 1, 1), np.float32)
+    bias, scales = rng.normal(size=channels).astype(np.float32), np.ones((2, 2, 1, 1, 1), np.float32)
     if halved:  # the product alone is; powers of two
         base, by = (rng.normal(size=array.shape).astype(np.float32) for array in (base, by))
         scales = np.array([8, 2, 4, 16], np.float32).reshape(scales.shape)
@@ -176,14 +171,14 @@ def _away(dtype: Any) -> float:
 
     def pixels(array: Any) -> np.ndarray:
         """The pixels of each window, last."""
-        windows = np.asarray(array, np.float32).reshape(2, CHANNELS, 3, 2, 4, 2)
+        windows = np.asarray(array, np.float32).reshape(2, channels, 3, 2, 4, 2)
         return windows.transpose(0, 1, 2, 4, 3, 5).reshape(*small, 4)
 
     def act(z: np.ndarray) -> np.ndarray:
         return np.where(z >= 0, z, slope * z)
 
-    before = pixels(base) + bias[:, None, None, None]
-    z = before + pixels(moving) / scales[0][..., None]
+    way, offset = pixels(moving) / scales[0][..., None], bias[:, None, None, None]
+    z, before = pixels(base) + way + offset, pixels(base) + offset  # the kernel's order: which pixel is larger may depend on it
     error = by.astype(np.float32) - (act(np.max(z, axis=-1)) - act(np.max(before, axis=-1)))
     chosen = np.arange(4) == np.argmax(z, axis=-1)[..., None]
     sent = np.where(chosen, -error[..., None] * np.where(z >= 0, 1, slope), 0) * scales[1][..., None]
@@ -217,12 +212,12 @@ def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
 _energy.defvjp(_forward, _backward)
 
 
-def _parameters() -> Any:
+def _parameters(warps: int) -> Any:
     if INTERPRET:
         return None
     from jax.experimental.pallas import triton
 
-    return triton.CompilerParams(num_warps=WARPS, num_stages=1)
+    return triton.CompilerParams(num_warps=warps, num_stages=1)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and written out once, however many steps and nodes take it
@@ -242,11 +237,13 @@ def _launch(
 
     gaps = [] if gap is None else [rows(gap)]
     powers = [] if scales is None else [(1 / scales[0]).reshape(-1), scales[1].reshape(-1)]
-    size, columns = _channels(channels), 2 - width % 2
-    whole = pl.BlockSpec((1, 2, columns, 2, size), lambda r, w, c: (r, 0, w, 0, c))
-    part = pl.BlockSpec((1, columns, size), lambda r, w, c: (r, w, c))
-    channel = pl.BlockSpec((size,), lambda r, w, c: (c,))
-    sample = pl.BlockSpec((1,), lambda r, w, c: (r // height,))
+    most, warps = BLOCKS[base.dtype.itemsize if base.dtype.itemsize in BLOCKS else 4]
+    size = min(most, channels & -channels)  # a power of two that divides their number
+    parts = channels // size  # neighbours in memory are neighbours in time
+    whole = pl.BlockSpec((1, 2, 1, 2, size), lambda i: (i // (width * parts), 0, i // parts % width, 0, i % parts))
+    part = pl.BlockSpec((1, 1, size), lambda i: (i // (width * parts), i // parts % width, i % parts))
+    channel = pl.BlockSpec((size,), lambda i: (i % parts,))
+    sample = pl.BlockSpec((1,), lambda i: (i // (height * width * parts),))
 
     def corners(ref: Any) -> list[Array]:
         return [ref[:, i, :, j, :].astype(dtype) for i, j in CORNERS]
@@ -270,7 +267,7 @@ def _launch(
 
     found, sent = pl.pallas_call(
         kernel,
-        grid=(samples * height, width // columns, channels // size),
+        grid=(samples * height * width * parts,),
         in_specs=[whole, whole, part, channel, *(part for _ in gaps), *(sample for _ in powers)],
         out_specs=[part, whole],
         out_shape=[
@@ -278,7 +275,7 @@ def _launch(
             jax.ShapeDtypeStruct((samples * height, 2, width, 2, channels), moving.dtype),
         ],
         interpret=INTERPRET,
-        compiler_params=_parameters(),
+        compiler_params=_parameters(warps),
     )(windows(moving), windows(base), rows(by), bias, *gaps, *powers)
     error = found.reshape(samples, height, width, channels).transpose(0, 3, 1, 2)
     return error, sent.reshape(samples, 2 * height, 2 * width, channels).transpose(0, 3, 1, 2)

@@ -45,6 +45,11 @@ def worthwhile(dtype: Any) -> bool:
     return precision() is not None or dtype != jnp.float64
 
 
+def two_bytes(anchor: "Anchor | None") -> bool:
+    """Whether products read operands of fewer bytes than values have."""
+    return precision() == "bfloat16" or (anchor is not None and anchor.halved)
+
+
 def low(array: Array) -> Array:
     """An operand as it goes into a rounded product; the rounding to tensorfloat32 is the hardware's."""
     return array.astype(jnp.bfloat16) if precision() == "bfloat16" else array
