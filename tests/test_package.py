@@ -54,7 +54,7 @@ def test_public_names(name):
 # package itself, which shows its two classes.
 RANKS = [
     {"_types", "shortcuts.windows"},
-    {"_energies", "_init", "_jaxpr", "shortcuts.differences", "shortcuts.half", "data"},
+    {"_energies", "_init", "_jaxpr", "shortcuts.differences", "shortcuts.half", "shortcuts.patches", "data"},
     {"_model"},
     {"_free_energy", "shortcuts.zeros", "shortcuts.products", "shortcuts.channels", "optim"},
     {"shortcuts.plan"},

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._jaxpr import evaluate, inside
-from pcx.shortcuts import half
+from pcx.shortcuts import half, patches
 from pcx.shortcuts.differences import COMPARISONS, FIXED, UNKNOWN, called, difference, tied
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -148,7 +148,7 @@ class Anchor:
         if eqn.primitive.name in (*SUMS, *COMPARISONS):
             self.known[place] = (operands, operands, value := _plain(eqn, operands))
             return value, FIXED
-        value = _low(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
+        value = _forward(eqn, *operands) if precision() == "bfloat16" else _plain(eqn, operands)
         rounded: list[Any] = [low(operand) for operand in operands]
         if self.halved and half.fits(eqn):
             rounded[1] = half.weights(eqn, operands[1])
@@ -228,6 +228,14 @@ def _low(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
     return eqn.primitive.bind(*operands, **params).astype(aval.dtype)
 
 
+def _forward(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Array:
+    """`_low` in a forward pass, which on a GPU does not convolve images of few channels; derivatives do."""
+    if not (on_gpu() and patches.fits(eqn)):
+        return _low(eqn, lhs, rhs)
+    both, aval = [low(lhs), low(rhs)], cast(Any, eqn.outvars[0].aval)
+    return _with_derivative(eqn, patches.product(eqn, *map(jax.lax.stop_gradient, both)).astype(aval.dtype), both, lhs, rhs)
+
+
 def _with_derivative(eqn: JaxprEqn, value: Array, rounded: list[Array], lhs: Array, rhs: Array) -> Array:
     """A value that is already known, with the derivative of the product at rounded operands, which has derivatives in turn."""
 
@@ -273,7 +281,7 @@ def rounded(function: F) -> F:
     """
 
     def product(eqn: JaxprEqn, operands: list[Any], by: list[Any], place: Any) -> tuple[Array, Any]:
-        return _low(eqn, *operands) if eqn.primitive.name in PRODUCTS else _plain(eqn, operands), FIXED
+        return _forward(eqn, *operands) if eqn.primitive.name in PRODUCTS else _plain(eqn, operands), FIXED
 
     return _interpreted(function, product)
 
