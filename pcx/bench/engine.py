@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -27,6 +28,7 @@ from pcx._model import weights
 from pcx._types import ALL_SHORTCUTS, Key, Shortcuts, near
 from pcx.algorithms import State, stream
 from pcx.algorithms._common import ENERGY
+from pcx.bench import programs
 from pcx.bench.config import Config, ConfigError
 from pcx.bench.tasks import build_model, hyper_floats, make_algorithm, pipeline
 from pcx.data import DataSet, Split, augment, split_validation
@@ -302,24 +304,45 @@ class Engine:
         self._evaluate = jax.jit(self._mapped(self._evaluate_member, 1))
         self._compiled: dict[str, Any] = {}
 
-    def _run(self, name: str, function: Any, *arguments: Any) -> Any:
-        """Call a compiled program; the first call compiles, and its seconds are counted apart."""
+    def _run(self, name: str, function: Any, *arguments: Any, like: Any = None) -> Any:
+        """Call a compiled program; the first call compiles, and its seconds are counted apart.
+
+        What returns something ``like`` this is kept for later runs (`programs`).
+        """
         if name not in self._compiled:
             start = time.perf_counter()
             with jax.default_matmul_precision(PRECISION[self.config.precision]):
-                self._compiled[name] = self._compile(function.lower(*arguments))
+                file, found = self._kept(name, arguments, like)
+                self._compiled[name] = found or self._compile(function.lower(*arguments), file)
             self.timing.compile += time.perf_counter() - start
         return self._compiled[name](*arguments)
 
-    def _compile(self, lowered: Any) -> Any:
-        """A program with the options of this device, or without them, where the compiler does not know them."""
+    def _kept(self, name: str, arguments: Any, like: Any) -> tuple[Path | None, Any]:
+        """Where a program is kept between runs, and the program if it is there."""
+        if like is None:
+            return None, None
+        file = programs.place({"name": name} | self._facts(), arguments)
+        return file, programs.read(file, arguments, like)
+
+    def _facts(self) -> dict[str, Any]:
+        """All that programs depend on, but for arguments and source."""
+        names = ("mode", "steps", "total_steps", "classes", "quick_pooling", "looped", "shape", "nodes", "output")
+        facts = {name: getattr(self, name) for name in names}
+        return facts | {"config": self.config.as_dict(), "samples": len(self.train_set)}
+
+    def _compile(self, lowered: Any, file: Path | None = None) -> Any:
+        """A program with the options of this device, or without them, where the compiler does not know them; then kept."""
         options = CONVOLUTIONAL if self.convolutional else DENSE
-        try:
-            return lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)
-        except jax.errors.JaxRuntimeError as error:
-            if not any(name in str(error) for name in options):
-                raise
-            return lowered.compile()
+
+        def compile() -> Any:
+            try:
+                return lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)
+            except jax.errors.JaxRuntimeError as error:
+                if not any(name in str(error) for name in options):
+                    raise
+                return lowered.compile()
+
+        return programs.make(file, compile)
 
     def prepare(self) -> "Engine":
         """Compile the programs of weights and of an epoch side by side, before either is called; returns itself.
@@ -329,12 +352,15 @@ class Engine:
         if self.mode == "scan" and not self._compiled:
             start = time.perf_counter()
             with jax.default_matmul_precision(PRECISION[self.config.precision]), ThreadPoolExecutor(1) as pool:
-                fresh = self._init.trace(self.keys, self.floats, self.arrays)
-                first = pool.submit(self._compile, fresh.lower())
+                given = self.keys, self.floats, self.arrays
+                fresh = self._init.trace(*given)
+                file, kept = self._kept("init", given, fresh.out_info)
+                first = None if kept else pool.submit(self._compile, fresh.lower(), file)
                 population = Population(fresh.out_info, jax.eval_shape(self._healthy))
-                at = jax.ShapeDtypeStruct((), jnp.int32)
-                epoch = self._compile(self._epoch.lower(population, self.floats, self.keys, self.arrays, at))
-                self._compiled |= {"epoch": epoch, "init": first.result()}
+                rest = self.floats, self.keys, self.arrays, jax.ShapeDtypeStruct((), jnp.int32)
+                file, epoch = self._kept("epoch", (population, *rest), (*population, Sums._make(Sums._fields)))
+                epoch = epoch or self._compile(self._epoch.lower(population, *rest), file)
+                self._compiled |= {"epoch": epoch, "init": first.result() if first else kept}
             self.timing.compile += time.perf_counter() - start
         return self
 
@@ -344,7 +370,9 @@ class Engine:
 
     def init(self) -> Population:
         """Fresh weights from every member's key."""
-        states = self._run("init", self._init, self.keys, self.floats, self.arrays)
+        given = self.keys, self.floats, self.arrays
+        like = None if "init" in self._compiled else self._init.trace(*given).out_info
+        states = self._run("init", self._init, *given, like=like)
         return Population(states, self._healthy())
 
     def epoch(self, population: Population, number: int) -> tuple[Population, dict[str, np.ndarray]]:
@@ -353,7 +381,8 @@ class Engine:
         start = time.perf_counter()
         at = jnp.asarray(number, jnp.int32)
         if self.mode == "scan":
-            states, health, sums = self._run("epoch", self._epoch, population, self.floats, self.keys, self.arrays, at)
+            given, like = (population, self.floats, self.keys, self.arrays, at), (*population, Sums._make(Sums._fields))
+            states, health, sums = self._run("epoch", self._epoch, *given, like=like)
         else:
             order = self._run("order", self._order, self.keys, at)
             carry = (population.states, jnp.copy(population.health.alive))
@@ -376,7 +405,8 @@ class Engine:
         rows = []
         for i in range(self.steps):
             shared = (self.arrays, epoch, jnp.asarray(i, jnp.int32))
-            carry, row = self._run("step", self._step, carry, self.floats, self.keys, order[:, i], *shared)
+            given = carry, self.floats, self.keys, order[:, i], *shared
+            carry, row = self._run("step", self._step, *given, like=(carry, 0))
             rows.append(row)
         return carry, jnp.stack(rows, axis=1)
 
@@ -388,7 +418,7 @@ class Engine:
             batches = jax.device_put(tuple(array[part] for array in self.host))
             shared = (epoch, jnp.asarray(first, jnp.int32))
             name = f"chunk {part.shape[1]}"
-            carry, some = self._run(name, self._chunk, carry, self.floats, self.keys, *batches, *shared)
+            carry, some = self._run(name, self._chunk, carry, self.floats, self.keys, *batches, *shared, like=(carry, 0))
             rows.append(some)
         return carry, jnp.concatenate(rows, axis=1)
 
@@ -412,7 +442,7 @@ class Engine:
     def evaluate(self, population: Population, split: str) -> dict[str, np.ndarray]:
         """Loss and accuracies of every member on a whole split."""
         before, start = self.timing.compile, time.perf_counter()
-        total = self._run(f"evaluate {split}", self._evaluate, population.states, self.evaluation[split])
+        total = self._run(f"evaluate {split}", self._evaluate, population.states, self.evaluation[split], like=(0, 0, 0))
         loss, top1, top5 = (np.asarray(part) / len(self.splits[split]) for part in total)  # type: ignore[arg-type]
         self.timing.evaluate = time.perf_counter() - start - (self.timing.compile - before)
         return {f"{split}_loss": loss, f"{split}_top1": top1, f"{split}_top5": top5}

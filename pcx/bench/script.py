@@ -15,8 +15,10 @@ def main() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # in the background of a shell it is
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        from pcx.bench import programs
         from pcx.bench.cli import main as run
 
+        programs.keep()
         run()
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,156 @@
+"""Compiled programs that are kept between runs."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import pcx.data
+from pcx.bench import programs
+from pcx.bench.engine import Engine
+from pcx.bench.tasks import configure
+
+DIGITS = pcx.data.load("digits")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder where programs are kept, and none of JAX's own that a compiler takes from there."""
+    monkeypatch.setattr(programs, "keeping", True)
+    before = jax.config.values["jax_compilation_cache_dir"], jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield tmp_path / "whole"
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_enable_compilation_cache", before[1])
+
+
+def trained(monkeypatch, mode="scan", algorithm="pc_se", **changes):
+    """What two short epochs and an evaluation gave, and which programs were compiled for them."""
+    compiled = []
+    compile = Engine._compile
+    monkeypatch.setattr(Engine, "_compile", lambda self, *given: compiled.append(self) or compile(self, *given))
+    engine = Engine(configure("digits/mlp", algorithm, epochs=2, **{"T": 2} | changes), DIGITS, [3, 4], mode, steps=2).prepare()
+    population = engine.init()
+    for number in range(2):
+        population, metrics = engine.epoch(population, number)
+    metrics |= engine.evaluate(population, "test")
+    monkeypatch.setattr(Engine, "_compile", compile)
+    return (population, metrics), len(compiled)
+
+
+def same(one, other):
+    """Whether all numbers are equal, and those of keys."""
+    plain = [
+        [jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in jax.tree.leaves(tree)]
+        for tree in (one, other)
+    ]
+    return all(np.array_equal(a, b) for a, b in zip(*plain, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["scan", "host"])
+def test_the_next_run_compiles_nothing_and_has_the_same_numbers(mode, folder, monkeypatch):
+    first, compiled = trained(monkeypatch, mode)
+    kept = sorted(folder.iterdir())
+    assert len(kept) == 3  # weights, an epoch or a step, evaluation
+    again, still = trained(monkeypatch, mode)
+    assert still == compiled - 3
+    assert sorted(folder.iterdir()) == kept
+    assert same(first, again)
+
+
+def test_of_something_else_there_is_another(folder, monkeypatch, tmp_path):
+    """Settings, XLA's flags, and every file that is loaded; rates are numbers that a program is given."""
+    trained(monkeypatch)
+    count = len([*folder.iterdir()])
+    assert trained(monkeypatch, lr_h=0.02)[1] > 0  # numbers may be written into programs, so a config is all of it
+    engine = Engine(configure("digits/mlp", "pc_se", epochs=2, T=2), DIGITS, [3, 4], steps=2)
+    facts, arguments = engine._facts(), (engine.keys, engine.floats)
+    places = [programs.place(facts, arguments), programs.place(facts | {"mode": "host"}, arguments)]
+    places.append(programs.place(facts, (engine.keys[:1], engine.floats)))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+    places.append(programs.place(facts, arguments))
+    with jax.default_matmul_precision("bfloat16"):
+        places.append(programs.place(facts, arguments))
+    (tmp_path / "a_module_of_mine.py").write_text("rate = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__("a_module_of_mine")
+    places.append(programs.place(facts, arguments))
+    (tmp_path / "a_module_of_mine.py").write_text("rate = 2\n")
+    places.append(programs.place(facts, arguments))
+    assert len({*places}) == len(places) == 7
+    assert programs.place(facts, arguments) == places[-1]
+    assert len([*folder.iterdir()]) > count
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"", lambda content: b"x" + content[1:]])
+def test_a_file_that_is_not_whole_is_made_again(damage, folder, monkeypatch):
+    first, compiled = trained(monkeypatch)
+    for file in folder.iterdir():
+        file.write_bytes(damage(file.read_bytes()))
+    again, anew = trained(monkeypatch)
+    assert anew == compiled
+    assert same(first, again)
+    assert trained(monkeypatch)[1] == compiled - 3
+
+
+def test_what_comes_from_the_other_cache_is_not_kept(folder, monkeypatch):
+    """On a CPU such a program cannot be written again; its functions are lost."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    seconds, size = (f"jax_persistent_cache_min_{name}" for name in ("compile_time_secs", "entry_size_bytes"))
+    before = {name: jax.config.values[name] for name in (seconds, size)}
+    try:
+        jax.config.update(seconds, 0.0)
+        first, _ = trained(monkeypatch)
+        kept = {*folder.iterdir()}
+        for file in kept:
+            file.unlink()
+        jax.clear_caches()
+        again, compiled = trained(monkeypatch)
+        assert compiled >= 3  # from JAX's cache
+        assert not [*folder.iterdir()]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.config.update("jax_enable_compilation_cache", False)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    assert len(kept) == 3
+    assert same(first, again)
+
+
+def test_without_being_asked_nothing_is_kept(folder, monkeypatch):
+    """A notebook may have changed anything."""
+    monkeypatch.setattr(programs, "keeping", False)
+    trained(monkeypatch)
+    assert not folder.exists()
+
+
+def test_the_oldest_make_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "ROOM", 25)
+    for age, name in enumerate(["new", "used", "old", "older"]):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    programs._tidy(tmp_path / "older")  # it has just been written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "older"]
+
+
+def test_the_command_keeps_them(tmp_path):
+    """Of two runs with the same settings the second one reads what the first one compiled, and ends with the same numbers."""
+    environment = os.environ | {"PCX_CACHE": str(tmp_path / "cache"), "PCX_RESULTS": str(tmp_path / "records.jsonl")}
+    found = []
+    for name in ("first", "second"):
+        code = "from pcx.bench.script import main; main()"
+        run = ["run", "digits/mlp", "--algorithm", "pc_se", "--set", "epochs=1", "--quick", "--out", str(tmp_path / name)]
+        subprocess.run([sys.executable, "-c", code, *run], env=environment, check=True, capture_output=True, cwd=tmp_path)
+        files = {path: path.read_bytes() for path in (tmp_path / "cache" / "compiled" / "whole").iterdir()}
+        found.append((files, safetensors.numpy.load_file(tmp_path / name / "checkpoint.safetensors")))
+    (files, numbers), (later, again) = found
+    assert files
+    assert later == files
+    assert numbers.keys() == again.keys()
+    assert all(np.array_equal(numbers[name], again[name]) for name in numbers)
