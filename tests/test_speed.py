@@ -175,8 +175,9 @@ def test_an_interrupt_leaves_complete_records(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(speed, "_time_cell", cell)
-    code, out, err = bench("speed", "--rows", "mlp", "--quick", "--random")
+    code, out, err = bench("speed", "--rows", "mlp", "--quick", "--random", "--algorithms", "bp_se, pc_se")
     assert (code, out) == (130, "")
+    assert [found["algorithm"] for found in lines("results/speed.jsonl")] == ["bp_se"]
     assert "what was finished is in results/speed.jsonl" in err
     assert [found["algorithm"] for found in record.read(Path("results/speed.jsonl"), record.SPEED)] == ["pc_se"]
 
@@ -187,6 +188,8 @@ def test_an_interrupt_leaves_complete_records(monkeypatch):
         (["speed", "--rows", "mpl"], ["no row 'mpl'", "mlp"]),
         (["speed", "--rows", "mlp,vgg9", "--random"], ["no row 'vgg9'", "vgg7"]),
         (["speed", "--rows", ","], ["--rows", "mlp, alexnet, vgg5, vgg7"]),
+        (["speed", "--rows", "mlp", "--algorithms", "bp_se,ipc"], ["'ipc'", "pc_se and bp_se"]),
+        (["speed", "--rows", "mlp", "--algorithms", ","], ["--algorithms names none", "pc_se, bp_se"]),
         (["speed", "--precision", "fp8", "--random"], ["precision is 'fp8'", "float32, tf32, f16, bf16"]),
         (["speed", "--epochs", "0", "--random"], ["--epochs is 0"]),
         (["population", "--seeds", "1", "--random"], ["--seeds is 1"]),

@@ -81,6 +81,7 @@ Examples:
 @bench_app.command(help=SPEED_HELP)
 def speed(
     rows: Annotated[str, typer.Option(help="rows, with commas between them")] = "mlp,alexnet,vgg5,vgg7",
+    algorithms: Annotated[str, typer.Option(help="which of the two, with a comma between them")] = "pc_se,bp_se",
     precision: Precision = "tf32",
     epochs: Epochs = 5,
     random: Random = False,
@@ -96,8 +97,8 @@ def speed(
     path = out or work.file("speed.jsonl")
     with refusals(path):
         record.check(path, record.SPEED)
-        names = [name.strip() for name in rows.split(",") if name.strip()]
-        records = work.speed(names, precision, epochs, random, quick, path, say, uncompiled)
+        names, which = ([name.strip() for name in text.split(",") if name.strip()] for text in (rows, algorithms))
+        records = work.speed(names, precision, epochs, random, quick, path, say, uncompiled, which)
         print(work.as_text(records))
         print(f"{path}: {len(records)} records added")
 

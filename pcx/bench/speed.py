@@ -7,7 +7,7 @@ warms up, the next ones count. `pcx bench --help` is the command line.
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,27 @@ def data_of(name: str, random: bool, limit: int | None = None) -> DataSet:
 
 
 def speed(
-    rows: list[str], precision: str, epochs: int, random: bool, quick: bool, out: Path, say: Say, uncompiled: bool = True
+    rows: list[str],
+    precision: str,
+    epochs: int,
+    random: bool,
+    quick: bool,
+    out: Path,
+    say: Say,
+    uncompiled: bool = True,
+    algorithms: Sequence[str] = ALGORITHMS,
 ) -> list[dict[str, Any]]:
     """Time PC and BP on each row; every record is written as soon as it is there."""
     epochs = _epochs(epochs, quick)
+    for name in algorithms:
+        if name not in ALGORITHMS:
+            raise ConfigError(f"{name!r} is not timed; --algorithms takes {' and '.join(ALGORITHMS)}.")
+    if not algorithms:
+        raise ConfigError(f"--algorithms names none; there are {', '.join(ALGORITHMS)}.")
     if not rows:
         raise ConfigError(f"--rows names no row; there are {', '.join(timing.ROWS)}.")
     changes = {"precision": precision, "epochs": epochs + 1, "train_limit": QUICK_IMAGES if quick else 0}
-    configs = [config_of(row, algorithm, **changes) for row in rows for algorithm in ALGORITHMS]
+    configs = [config_of(row, algorithm, **changes) for row in rows for algorithm in algorithms]
     records = []
     for config in configs:
         title = f"{config.task} by {config.algorithm} in {precision}"
