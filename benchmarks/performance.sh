@@ -39,7 +39,7 @@ if [ -n "${QUICK:-}" ]; then
   part bench scaling --quick --out "$scaling" --figure "$figure"
 else
   part check
-  for cell in vgg7:bf16_state vgg7:tf32 alexnet:tf32 vgg5:tf32 vgg5:bf16 mlp:tf32 vgg7:bf16; do
+  for cell in vgg7:bf16_state alexnet:f16 vgg5:f16 vgg7:f16 vgg7:tf32 alexnet:tf32 vgg5:tf32 vgg5:bf16 mlp:tf32 vgg7:bf16; do
     part bench speed --random --no-uncompiled --rows "${cell%:*}" --precision "${cell#*:}" --out "$speed"
   done
   part bench population --random --precision bf16_state --out "$speed"

@@ -90,6 +90,10 @@ def _accuracy(records: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
+# These differ from another precision in inference alone, which backpropagation has not.
+SAME_BP = {"f16": "tf32", "tf32_plain": "tf32"}
+
+
 def _timing(records: list[dict[str, Any]]) -> list[Speed]:
     rows = []
     for (model, dataset), figures in timing.PAPER.items():
@@ -100,7 +104,8 @@ def _timing(records: list[dict[str, Any]]) -> list[Speed]:
             if not found:
                 rows.append(Speed(dataset, model, algorithm, None, None, None, None, *others, None, None))
             for precision, record in found.items():
-                base = cells["bp_se"].get(precision) if algorithm == "pc_se" else None
+                backpropagation = cells["bp_se"].get(precision, cells["bp_se"].get(SAME_BP.get(precision, "")))
+                base = backpropagation if algorithm == "pc_se" else None
                 same = base is not None and base["device"]["kind"] == record["device"]["kind"]
                 seconds, kind = record["seconds"], record["device"]["kind"]
                 ratio = seconds["median"] / base["seconds"]["median"] if base is not None and same else None
