@@ -74,12 +74,13 @@ def read(file: Path | None, arguments: Any, result: Any) -> Any:
             raise ValueError("the file was changed")
         structures = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(result)
         found = serialize_executable.deserialize_and_load(program, *structures, execution_devices=jax.devices()[:1])
-        os.utime(file)
-        return found
     except Exception:  # whatever a driver says of it: then it is compiled
         with contextlib.suppress(OSError):
             file.unlink()
         return None
+    with contextlib.suppress(OSError):  # the folder may be somebody else's
+        os.utime(file)
+    return found
 
 
 def make(file: Path | None, compile: Callable[[], Any]) -> Any:
@@ -105,9 +106,10 @@ def _tidy(new: Path) -> None:
 
 
 def _settings() -> dict[str, str]:
-    """JAX's, but for those of caches."""
+    """JAX's, but for those of caches, and what its compilers read of the environment."""
     names = [name for name in jax.config.values if "cache" not in name]
-    return {name: repr(getattr(jax.config, name, None)) for name in names} | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    environment = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")}
+    return {name: repr(getattr(jax.config, name, None)) for name in names} | environment
 
 
 @functools.cache
