@@ -128,9 +128,9 @@ def _here() -> dict[str, Any]:
 def _sources() -> str:
     """A checksum of the package's files, and of all loaded modules that are no part of an installation."""
     own = Path(pcx.__file__).parent
-    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    loaded = {Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    others = {file for file in loaded if file.suffix == ".py" and not installed & {*file.parents}}
+    installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    loaded = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    others = {Path(file) for file in loaded if file.endswith(".py") and not file.startswith(installed)}
     found = hashlib.sha256()
     for file in sorted({*own.rglob("*.py"), *others}):
         with contextlib.suppress(OSError):
