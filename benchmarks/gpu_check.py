@@ -3,8 +3,8 @@
     python benchmarks/gpu_check.py                     # all rows of the timing table, a minute or two
     python benchmarks/gpu_check.py vgg5:bf16 mlp:tf32
 
-Special are the options of the compiler (`Engine._compile`), the kernel for pooling, turned kernels and products in float16
-(`pcx/shortcuts`), which without all of that are in tf32.
+Special are the options of the compiler (`Engine._compile`), the kernel for pooling, turned kernels, patches of images of few
+channels, and products in float16 (`pcx/shortcuts`), which without all of that are in tf32.
 Printed is the cosine of the two changes of every weight array, the smallest of all; it ends with 1 if one is below the bound.
 They are not equal bit by bit: with other programs the compiler picks other kernels for products. On a CPU nothing is special.
 """
@@ -51,22 +51,23 @@ def main() -> None:
 
     from pcx.bench import engine, record
     from pcx.bench.config import ConfigError
-    from pcx.shortcuts import pooling, products
+    from pcx.shortcuts import patches, pooling, products
 
     worst = 1.0
     for text in options.rows:
         if text.count(":") != 1:
             parser.error(f"{text!r} is not ROW:PRECISION, such as vgg5:bf16")
-        special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, engine.INFERENCE)
+        special = (engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, patches.FEW, engine.INFERENCE)
         try:
             before, after, loss = trained(text, options.steps)
-            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL = {}, {}, lambda dtype: False, 0
+            engine.DENSE, engine.CONVOLUTIONAL, pooling.works = {}, {}, lambda dtype: False
+            products.SMALL = patches.FEW = 0
             engine.INFERENCE = {name: options for name, options in engine.INFERENCE.items() if name != "f16"}
             _, plain, other = trained(text, options.steps)
         except ConfigError as error:
             sys.exit(f"error: {text}: {error}")
         finally:
-            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, engine.INFERENCE = special
+            engine.DENSE, engine.CONVOLUTIONAL, pooling.works, products.SMALL, patches.FEW, engine.INFERENCE = special
         cosines = []
         for name, start in before.items():
             a, b = (w[name].ravel() - start.ravel() for w in (after, plain))
