@@ -12,6 +12,7 @@ mnist/mlp; with ``--seeds`` that many are trained side by side.
 """
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,26 @@ def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: 
     config = (configure if "/" in row else speed.config_of)(row, algorithm, **changes)
     engine = Engine(config, speed.data_of(config.dataset, random=True, limit=2 * config.batch), list(range(seeds)), "scan")
     place: Any = jax.devices()[0]
+    kind: Any = contextlib.nullcontext()
     if target is not None:
         from jax.experimental import topologies
         from jaxlib import xla_client
 
         jax.devices()  # finds the plugins
         xla_client.initialize_pjrt_plugin("cuda")
-        place = topologies.get_topology_desc("", "cuda", target_config=target.read_text(), topology="1x1x1").devices[0]
+        described = target.read_text()
+        place = topologies.get_topology_desc("", "cuda", target_config=described, topology="1x1x1").devices[0]
         jax.default_backend = lambda: "gpu"  # what is compiled for
         engine.quick_pooling = engine.convolutional
+        name = re.search(r'\bname: "(.*?)"', described)  # which kernels of our own are written for
+        abstract = jax.sharding.AbstractDevice(device_kind=name[1] if name else "", num_cores=None, platform="gpu")
+        kind = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract))
     engine.quick_pooling = engine.quick_pooling and not plain
     there = jax.sharding.SingleDeviceSharding(place)
     fresh = jax.eval_shape(engine._init, engine.keys, engine.floats, engine.arrays)
     given = (Population(fresh, jax.eval_shape(engine._healthy)), engine.floats, engine.keys, engine.arrays, jnp.int32(0))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), given)
-    with jax.default_matmul_precision(PRECISION[precision]):
+    with jax.default_matmul_precision(PRECISION[precision]), kind:
         lowered = engine._epoch.trace(*shapes).lower(lowering_platforms=("cuda",) if target is not None else None)
         engine._compiled["epoch"] = lowered.compile()
     return engine._compiled["epoch"].as_text(), speed._memory(engine)["program"] or 0
