@@ -7,7 +7,8 @@ remat) are entered, so that the answer is exact for each of their outputs; loops
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined, unused-ignore]  # since 0.12 a Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 
 def inside(eqn: JaxprEqn) -> ClosedJaxpr | None:

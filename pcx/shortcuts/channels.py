@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from pcx._jaxpr import evaluate, inside
+from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
 Order = tuple[int, ...]

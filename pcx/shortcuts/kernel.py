@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor
-from pcx._jaxpr import cut, evaluate, free_variables, inside
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside
 from pcx._types import Nodes
 from pcx.shortcuts.differences import UNKNOWN
 from pcx.shortcuts.plan import Program, ZeroAware

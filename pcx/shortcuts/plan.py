@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import cut, evaluate, free_variables, reach
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
 from pcx.shortcuts.products import Anchor, Product, interpret, products_in

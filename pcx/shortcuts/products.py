@@ -19,10 +19,10 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
-from pcx._jaxpr import evaluate, inside
+from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 from pcx.shortcuts import half, patches
 from pcx.shortcuts.differences import COMPARISONS, FIXED, UNKNOWN, called, difference, tied
 

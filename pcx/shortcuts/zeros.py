@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from pcx._jaxpr import evaluate, inside
+from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 from pcx._types import ModelError
 
 
