@@ -21,6 +21,7 @@ DIGITS = pcx.data.load("digits")
 def folder(tmp_path, monkeypatch):
     """A folder where programs are kept, and none of JAX's own that a compiler takes from there."""
     monkeypatch.setattr(programs, "keeping", True)
+    monkeypatch.setattr(programs, "started", float("inf"))
     before = jax.config.values["jax_compilation_cache_dir"], jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -85,6 +86,55 @@ def test_of_something_else_there_is_another(folder, monkeypatch, tmp_path):
     assert len({*places}) == len(places) == 7
     assert programs.place(facts, arguments) == places[-1]
     assert len([*folder.iterdir()]) > count
+
+
+def test_what_changes_while_a_process_runs_is_not_kept(folder, monkeypatch, tmp_path):
+    """The process has the old code, the file the new one; and what is loaded while a program is traced was not known before."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "late_module_of_mine.py").write_text("rate = 1\n")
+    place = programs.place({}, ())
+    program = programs.make(place, lambda: __import__("late_module_of_mine") and jax.jit(lambda x: x).lower(1.0).compile())
+    assert program(1.0) == 1.0
+    assert not folder.exists()
+    again = programs.place({}, ())
+    assert again.file != place.file
+    programs.make(again, jax.jit(lambda x: x).lower(1.0).compile)
+    assert [*folder.iterdir()] == [again.file]
+    changed = (tmp_path / "late_module_of_mine.py").stat().st_mtime
+    monkeypatch.setattr(programs, "started", changed - 1)
+    assert programs.place({}, ()) is None
+    monkeypatch.setattr(programs, "started", changed + 1)
+    assert programs.place({}, ()) == again
+
+
+def test_flags_in_a_file_count(folder, monkeypatch, tmp_path):
+    (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=true")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    one = programs.place({}, ())
+    (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=false")
+    assert programs.place({}, ()) != one
+
+
+def test_a_package_installed_again_counts(folder, monkeypatch):
+    """Of the same version, with other files."""
+    found = []
+    for record in ("helper.py,sha256=one,1", "helper.py,sha256=two,1"):
+        package = type("Package", (), {"name": "helper", "version": "0.1", "read_text": lambda self, name, r=record: r})()
+        monkeypatch.setattr(programs.importlib.metadata, "distributions", lambda package=package: [package])
+        programs._here.cache_clear()
+        found.append(programs.place({}, ()))
+    programs._here.cache_clear()
+    assert found[0].file != found[1].file
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_without_the_cache_of_jax_nothing_is_kept(on, monkeypatch):
+    monkeypatch.setattr(programs, "keeping", None)
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", on)
+    programs.keep()
+    jax.config.update("jax_enable_compilation_cache", before)
+    assert programs.keeping is on
 
 
 def test_a_file_that_is_not_whole_is_made_again(folder, monkeypatch):

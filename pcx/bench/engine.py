@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -46,7 +45,7 @@ PRECISION = {
     "tf32_plain": "tensorfloat32",
 }
 PRODUCTS = {"f16": jnp.float16, "bf16": jnp.bfloat16, "bf16_state": jnp.bfloat16}  # where they are not in float32
-INFERENCE = {
+INFERENCE: dict[str, dict[str, Any]] = {
     "bf16_state": {"state_dtype": jnp.bfloat16},
     "tf32_plain": {"shortcuts": Shortcuts(anchor=False)},
     "f16": {"shortcuts": Shortcuts(half=True)},
@@ -312,17 +311,17 @@ class Engine:
         if name not in self._compiled:
             start = time.perf_counter()
             with jax.default_matmul_precision(PRECISION[self.config.precision]):
-                file, found = self._kept(name, arguments, like)
-                self._compiled[name] = found or self._compile(function.lower(*arguments), file)
+                place, found = self._kept(name, arguments, like)
+                self._compiled[name] = found or self._compile(function.lower(*arguments), place)
             self.timing.compile += time.perf_counter() - start
         return self._compiled[name](*arguments)
 
-    def _kept(self, name: str, arguments: Any, like: Any) -> tuple[Path | None, Any]:
+    def _kept(self, name: str, arguments: Any, like: Any) -> tuple[programs.Place | None, Any]:
         """Where a program is kept between runs, and the program if it is there."""
         if like is None:
             return None, None
-        file = programs.place({"name": name} | self._facts(), arguments)
-        return file, programs.read(file, arguments, like)
+        place = programs.place({"name": name} | self._facts(), arguments)
+        return place, programs.read(place, arguments, like)
 
     def _facts(self) -> dict[str, Any]:
         """All that programs depend on, but for arguments and source."""
@@ -330,7 +329,7 @@ class Engine:
         facts = {name: getattr(self, name) for name in names}
         return facts | {"config": self.config.as_dict(), "samples": len(self.train_set)}
 
-    def _compile(self, lowered: Any, file: Path | None = None) -> Any:
+    def _compile(self, lowered: Any, place: programs.Place | None = None) -> Any:
         """A program with the options of this device, or without them, where the compiler does not know them; then kept."""
         options = CONVOLUTIONAL if self.convolutional else DENSE
 
@@ -342,7 +341,7 @@ class Engine:
                     raise
                 return lowered.compile()
 
-        return programs.make(file, compile)
+        return programs.make(place, compile)
 
     def prepare(self) -> "Engine":
         """Compile the programs of weights and of an epoch side by side, before either is called; returns itself.
@@ -354,12 +353,12 @@ class Engine:
             with jax.default_matmul_precision(PRECISION[self.config.precision]), ThreadPoolExecutor(1) as pool:
                 given = self.keys, self.floats, self.arrays
                 fresh = self._init.trace(*given)
-                file, kept = self._kept("init", given, fresh.out_info)
-                first = None if kept else pool.submit(self._compile, fresh.lower(), file)
+                place, kept = self._kept("init", given, fresh.out_info)
+                first = None if kept else pool.submit(self._compile, fresh.lower(), place)
                 population = Population(fresh.out_info, jax.eval_shape(self._healthy))
                 rest = self.floats, self.keys, self.arrays, jax.ShapeDtypeStruct((), jnp.int32)
-                file, epoch = self._kept("epoch", (population, *rest), (*population, Sums._make(Sums._fields)))
-                epoch = epoch or self._compile(self._epoch.lower(population, *rest), file)
+                place, epoch = self._kept("epoch", (population, *rest), (*population, Sums._make(Sums._fields)))
+                epoch = epoch or self._compile(self._epoch.lower(population, *rest), place)
                 self._compiled |= {"epoch": epoch, "init": first.result() if first else kept}
             self.timing.compile += time.perf_counter() - start
         return self

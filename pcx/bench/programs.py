@@ -1,9 +1,10 @@
 """Compiled programs, kept from one run to the next, which then neither traces nor writes them out again.
 
 JAX's own cache knows a program by its text, and making the text takes longer than reading what was compiled. Here a program
-is known by all that it is made of: settings, shapes, JAX's configuration, the device, versions, and the source of the package
-and of whatever else was loaded from files that are not installed. What is changed while a process runs is no part of that, so
-that only the command `pcx` keeps programs (`keep`), and a notebook does not.
+is known by all that it is made of: settings, shapes, JAX's configuration, the device, what is installed, and the source of the
+package and of whatever else was loaded from files. What is redefined while a process runs is in no file, so that only the
+command `pcx` keeps programs (`keep`), and a notebook does not; and where files are newer than the process, or were loaded
+while a program was traced, nobody knows what it was made of, and it is not kept.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import platform
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -28,13 +30,21 @@ from pcx.utils import atomic_write
 
 ROOM = 2**30  # bytes for all programs; the ones that were used longest ago go first
 keeping = False
+started = time.time() - 5  # files that are newer may differ from what was loaded of them
 _thread = threading.local()
 
 
+class Place(NamedTuple):
+    """The file of a program, and the checksum of the sources that it is known by."""
+
+    file: Path
+    sources: str
+
+
 def keep() -> None:
-    """From now on, where there is a folder for compiled programs (`modes.use_compilation_cache`)."""
+    """From now on, where there is a folder for compiled programs (`modes.use_compilation_cache`) and JAX's own cache is on."""
     global keeping
-    keeping = True
+    keeping = jax.config.values["jax_enable_compilation_cache"]
 
 
 def _listen(event: str, **_: Any) -> None:
@@ -50,22 +60,23 @@ def _hits() -> int:
 jax.monitoring.register_event_listener(_listen)
 
 
-def place(facts: dict[str, Any], arguments: Any) -> Path | None:
-    """The file of a program: for these facts, and arguments of these shapes; None where programs are not kept."""
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if not keeping or folder is None:
+def place(facts: dict[str, Any], arguments: Any) -> Place | None:
+    """Where a program is: one for these facts, and arguments of these shapes; None where it is not kept."""
+    folder, sources = getattr(jax.config, "jax_compilation_cache_dir", None), _sources() if keeping else None
+    if folder is None or sources is None:
         return None
     shapes = [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(arguments)]
-    known = {"facts": facts, "shapes": shapes, "settings": _settings(), "here": _here(), "sources": _sources()}
-    return Path(folder) / "whole" / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    known = {"facts": facts, "shapes": shapes, "settings": _settings(), "here": _here(), "sources": sources}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return Place(Path(folder) / "whole" / digest, sources)
 
 
-def read(file: Path | None, arguments: Any, result: Any) -> Any:
+def read(place: Place | None, arguments: Any, result: Any) -> Any:
     """A program for these arguments, with results of this structure, or None; a file that is not whole goes away."""
-    if file is None:
+    if place is None:
         return None
     try:
-        content = file.read_bytes()
+        content = place.file.read_bytes()
     except OSError:
         return None
     check, program = content[:32], content[32:]
@@ -76,22 +87,22 @@ def read(file: Path | None, arguments: Any, result: Any) -> Any:
         found = serialize_executable.deserialize_and_load(program, *structures, execution_devices=jax.devices()[:1])
     except Exception:  # whatever a driver says of it: then it is compiled
         with contextlib.suppress(OSError):
-            file.unlink()
+            place.file.unlink()
         return None
     with contextlib.suppress(OSError):  # the folder may be somebody else's
-        os.utime(file)
+        os.utime(place.file)
     return found
 
 
-def make(file: Path | None, compile: Callable[[], Any]) -> Any:
+def make(place: Place | None, compile: Callable[[], Any]) -> Any:
     """Compile a program and keep it, if it can be kept: one from JAX's cache may lack what it needs for that."""
     before = _hits()
     program = compile()
-    if file is not None and _hits() == before:
+    if place is not None and _hits() == before and _sources() == place.sources:
         with contextlib.suppress(Exception):  # a device that cannot, or a full disk: the next run compiles
             content, _, _ = serialize_executable.serialize(program)
-            atomic_write(file, hashlib.sha256(content).digest() + content)
-            _tidy(file)
+            atomic_write(place.file, hashlib.sha256(content).digest() + content)
+            _tidy(place.file)
     return program
 
 
@@ -106,27 +117,35 @@ def _tidy(new: Path) -> None:
 
 
 def _settings() -> dict[str, str]:
-    """JAX's, but for those of caches, and what its compilers read of the environment."""
+    """JAX's, but for those of caches, and what its compilers read of the environment, or of a file that it names."""
     names = [name for name in jax.config.values if "cache" not in name]
     environment = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")}
+    with contextlib.suppress(OSError, ValueError):
+        environment["file"] = Path(environment["XLA_FLAGS"]).read_bytes().hex()
     return {name: repr(getattr(jax.config, name, None)) for name in names} | environment
 
 
 @functools.cache
 def _here() -> dict[str, Any]:
-    """The device, its driver and the machine, for which programs are compiled, and every version."""
+    """The device, its driver and the machine, for which programs are compiled, and all that is installed."""
     device, client = jax.devices()[0], jax.devices()[0].client
     processor = [platform.processor(), platform.machine(), str(os.cpu_count())]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    versions = sorted(f"{found.name} {found.version}" for found in importlib.metadata.distributions())
+    installed = hashlib.sha256()
+    for found in sorted(importlib.metadata.distributions(), key=lambda found: f"{found.name} {found.version}"):
+        files = found.read_text("RECORD") or ""  # with a checksum of every file
+        installed.update(f"{found.name} {found.version} {files}".encode())
     kind = device.device_kind, client.platform, client.platform_version, len(jax.devices())
-    return {"device": kind, "processor": processor, "python": sys.version, "versions": versions}
+    return {"device": kind, "processor": processor, "python": sys.version, "installed": installed.hexdigest()}
 
 
-def _sources() -> str:
-    """A checksum of the package's files, and of all loaded modules that are no part of an installation."""
+def _sources() -> str | None:
+    """A checksum of the package's files, and of all loaded modules that are no part of an installation.
+
+    None where one of them is newer than this process, which may have loaded what was there before.
+    """
     own = Path(pcx.__file__).parent
     installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     loaded = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
@@ -134,5 +153,7 @@ def _sources() -> str:
     found = hashlib.sha256()
     for file in sorted({*own.rglob("*.py"), *others}):
         with contextlib.suppress(OSError):
+            if max(file.stat().st_mtime, file.stat().st_ctime) > started:
+                return None
             found.update(str(file.relative_to(own) if own in file.parents else file).encode() + file.read_bytes())
     return found.hexdigest()
