@@ -134,6 +134,7 @@ def test_which_products(monkeypatch):
     assert not fits(batched, (2, 3, 4), (2, 3, 4))
     assert not fits(lambda x, w: jax.lax.dot_general(x, w, (((0,), (0,)), ((), ()))), (8, 4), (8, 3))  # over the samples
     assert not fits(grouped, (2, 4, 4, 4), (6, 2, 3, 3))
+    assert not fits(lambda x, w: jnp.dot(x, w, precision="highest"), (8, 4), (4, 3))  # as was asked for
     monkeypatch.setattr(half, "LARGE", 8 * 4 * 3)
     assert fits(jnp.dot, (8, 4), (4, 3))
     assert not fits(jnp.dot, (7, 4), (4, 3))
@@ -182,6 +183,21 @@ def test_the_kernel_changes_little():
     for name in ("vodes.0", "vodes.1", "vodes.2"):
         a, b = plain.displaced.by[name], quick.displaced.by[name]
         assert float(jnp.linalg.norm(a - b)) <= 4 * BITS * float(jnp.linalg.norm(a))
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+def test_no_derivative_through_inference(derivative):
+    """It would be a second one of products whose first is rounded."""
+    model, x, label = network("relu"), jnp.ones((2, 3, 16, 16), jnp.float32), jnp.arange(2)
+
+    def total(scale):
+        with jax.default_matmul_precision(TF32):
+            found = pcx.infer(model, scale * x, {"vodes.3": label}, optimiser=optax.sgd(0.1), steps=3, shortcuts=HALF)
+        return jnp.sum(found.values["vodes.2"])
+
+    assert total(jnp.float32(1)) != 0
+    with pytest.raises(pcx.ModelError, match="leave half out"):
+        derivative(total)(jnp.float32(1))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", jnp.float32), ("bfloat16", jnp.float32), (TF32, float)])

@@ -57,6 +57,10 @@ def test_patches_are_the_convolution(channels, window, stride, padding):
     assert np.array_equal(found, convolve(x, w, window_strides=stride, padding=padding))
 
 
+def test_no_patches_where_there_is_no_window():
+    assert not patches.fits(equation(jnp.ones((2, 1, 5, 3)), jnp.ones((5, 1, 4, 5)), padding="VALID"))
+
+
 @pytest.mark.parametrize(
     ("channels", "options"),
     [

@@ -7,21 +7,25 @@ their sample. Powers of two are taken out again without rounding. What is sent b
 than values; derivatives for the weights are left to the product as it is written.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
+
+from pcx._types import ModelError
 
 LARGE = 2**29  # multiplications; smaller products are over before their data are measured
 DATA, WEIGHTS = 2.0**4, 2.0**10  # bounds of the numbers of a sample, and of what a result can be as a multiple of them
 BOUND = DATA * WEIGHTS  # of a result
 SMALLEST = 2.0**-100, 2.0**-10  # bounds: so that no product of two powers is infinite
 EXPONENT = 0x7F800000  # bits of a float32
-ROUNDED = {"preferred_element_type": jnp.float16, "precision": None}
+ROUNDED = {"preferred_element_type": jnp.float16, "precision": jax.lax.Precision.DEFAULT}
 
 
 class Half(NamedTuple):
@@ -36,9 +40,14 @@ class Half(NamedTuple):
 
 
 def fits(eqn: JaxprEqn) -> bool:
-    """Whether a product is large, in float32, and one of samples (one on each row of the left) with weights."""
+    """Whether a product is large, in float32, and one of samples (one on each row of the left) with weights.
+
+    One that was written with the highest precision is left as it is.
+    """
     lhs, rhs, result = (cast(Any, var.aval) for var in (*eqn.invars, eqn.outvars[0]))
     if not lhs.dtype == rhs.dtype == result.dtype == jnp.float32:
+        return False
+    if jax.lax.Precision.HIGHEST in jax.tree.leaves([eqn.params["precision"]]):
         return False
     if eqn.primitive.name == "dot_general":
         (mine, its), batched = eqn.params["dimension_numbers"]
@@ -96,7 +105,7 @@ def sent_back(eqn: JaxprEqn, error: Half, shape: tuple[int, ...], rhs: Half) -> 
 def with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array, half: Half, scale: Array | None = None) -> Array:
     """A value that is already known, with the derivative of the product: rounded for the samples, as written for the weights.
 
-    With a scale, what is sent back comes in float16, multiplied by that; else it is measured here.
+    With a scale, what is sent back comes in float16, multiplied by that; else it is measured here. There is no second derivative.
     """
 
     @jax.custom_vjp
@@ -104,7 +113,7 @@ def with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array, half: H
         return value
 
     def forward(lhs: Array, rhs: Array, value: Array, half: Half, scale: Array | None) -> Any:
-        return value, (lhs, rhs, half, scale)
+        return _last(value, lhs, rhs), (lhs, rhs, half, scale)
 
     def backward(kept: Any, error: Array) -> Any:
         lhs, rhs, half, scale = kept
@@ -114,6 +123,19 @@ def with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array, half: H
 
     known.defvjp(forward, backward)
     return known(lhs, rhs, value, half, scale)
+
+
+@jax.custom_jvp
+def _last(value: Array, *operands: Array) -> Array:
+    """A value that has no derivative, though it is made of the operands."""
+    return value
+
+
+@functools.partial(_last.defjvp, symbolic_zeros=True)
+def _no_derivative(primals: Any, tangents: Any) -> Any:
+    if not all(isinstance(tangent, SymbolicZero) for tangent in tangents[1:]):
+        raise ModelError("Shortcuts(half=True) cannot be differentiated through inference; leave half out there.")
+    return primals[0], tangents[0]
 
 
 def per_sample(scale: Array, array: Array) -> Array:

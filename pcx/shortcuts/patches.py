@@ -19,6 +19,8 @@ def fits(eqn: JaxprEqn) -> bool:
     """Whether an equation is a convolution of few channels, without holes or groups, in the order that layers have."""
     if eqn.primitive.name != "conv_general_dilated" or cast(Any, eqn.invars[0].aval).ndim != 4:
         return False
+    if cast(Any, eqn.outvars[0].aval).size == 0:
+        return False
     params, usual = eqn.params, (0, 1, 2, 3)
     plain = {*params["lhs_dilation"], *params["rhs_dilation"]} == {1}
     plain &= params["feature_group_count"] == params["batch_group_count"] == 1
