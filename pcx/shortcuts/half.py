@@ -105,7 +105,7 @@ def sent_back(eqn: JaxprEqn, error: Half, shape: tuple[int, ...], rhs: Half) -> 
 def with_derivative(eqn: JaxprEqn, value: Array, lhs: Array, rhs: Array, half: Half, scale: Array | None = None) -> Array:
     """A value that is already known, with the derivative of the product: rounded for the samples, as written for the weights.
 
-    With a scale, what is sent back comes in float16, multiplied by that; else it is measured here. There is no second derivative.
+    With a scale, what is sent back comes in float16, multiplied by that; else it is measured here. There is no second one.
     """
 
     @jax.custom_vjp
