@@ -43,6 +43,7 @@ FUNCTIONS = {
     "power": lambda x: x**3 - x**2,
     "root": lambda x: jnp.sqrt(x**2 + 0.1),
     "logarithm": lambda x: jnp.log(x**2 + 0.1),
+    "logarithm to base two": lambda x: jnp.log2(x**2 + 0.1),
     "exponential": jnp.exp,
     "quotient": lambda x: x / (x**2 + 1) + 2 / (x**2 + 3) + x / 7,
     "product": lambda x: x * jnp.tanh(x) * 3,

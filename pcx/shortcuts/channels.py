@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from pcx._jaxpr import ClosedJaxpr, evaluate, inside
+from pcx._jaxpr import ClosedJaxpr, evaluate, inside, kinds
 
 F = TypeVar("F", bound=Callable[..., Any])
 Order = tuple[int, ...]
@@ -25,8 +25,9 @@ Order = tuple[int, ...]
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos",
     "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "real", "reduce_precision",
-    "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tan", "tanh", "xor",
+    "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pow",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tan", "tanh",
+    "xor",
 }
 # fmt: on
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -276,7 +277,8 @@ def _concatenate(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid]:
 
 
 def _scan(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
-    closed, first, end = eqn.params["jaxpr"], eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    closed, (first, carried) = eqn.params["jaxpr"], kinds(eqn)
+    end = first + carried
     if not _convolves(closed):
         return None
     fixed, start, given = operands[:first], operands[first:end], [_back(operand) for operand in operands[end:]]

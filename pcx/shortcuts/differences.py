@@ -8,6 +8,7 @@ and so on, a rule for each operation. So how far a prediction has gone from wher
 parents have, be it ever so little. Where a rule needs ``x₀`` it takes ``x - Δx``: nothing of the start is read.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -192,6 +193,7 @@ RULES: dict[str, Rule] = {
     "exp": _exponential,
     "expm1": _exponential,
     "log": lambda x, by, result, _: -jnp.log1p(-by[0] / x[0]),
+    "log2": lambda x, by, result, _: -jnp.log1p(-by[0] / x[0]) / math.log(2),
     "log1p": lambda x, by, result, _: -jnp.log1p(-by[0] / (1 + x[0])),
     "tanh": lambda x, by, result, _: _tanh(x[0], by[0], result),
     "logistic": lambda x, by, result, _: _tanh(x[0] / 2, by[0] / 2, 2 * result - 1) / 2,  # (1 + tanh(x / 2)) / 2

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor
-from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, written_out
 from pcx._types import Nodes
 from pcx.shortcuts.differences import UNKNOWN
 from pcx.shortcuts.plan import Program, ZeroAware
@@ -368,33 +368,16 @@ class ChainKernel:
 
 ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "expm1", "ge", "gt"),
-    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow"),
-    *("rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh"),
+    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not"),
+    *("one_minus_square", "or", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh"),
 }
 MOVES = {"broadcast_in_dim", "dot_general", "expand_dims", "reduce_max", "reduce_sum", "reshape", "squeeze", "transpose"}
 
 
 def _flat(function: Callable[..., Any], arguments: Any) -> ClosedJaxpr:
     """A function as a program without others inside, and without what its results do not need."""
-
-    def run(program: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        known = dict(zip([*program.constvars, *program.invars], [*consts, *given], strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else known[atom]
-
-        for eqn in cut(program, program.outvars):
-            inner = inside(eqn)
-            if inner is None:
-                results = evaluate(program, [eqn], known, eqn.outvars)
-            else:
-                results = run(inner.jaxpr, inner.consts, [read(atom) for atom in eqn.invars])
-            known |= zip(eqn.outvars, results, strict=True)
-        return [read(atom) for atom in program.outvars]
-
-    closed = jax.make_jaxpr(function)(*arguments)
-    flat = jax.make_jaxpr(lambda *leaves: run(closed.jaxpr, closed.consts, leaves))(*jax.tree.leaves(arguments))
-    return flat.replace(jaxpr=flat.jaxpr.replace(eqns=cut(flat.jaxpr, flat.jaxpr.outvars)))
+    flat = written_out(jax.make_jaxpr(function)(*arguments))
+    return ClosedJaxpr(flat.jaxpr.replace(eqns=cut(flat.jaxpr, flat.jaxpr.outvars)), flat.consts)
 
 
 def _apart(program: Jaxpr, of_samples: Sequence[bool]) -> bool:

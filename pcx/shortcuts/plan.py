@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, reach
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, reach, written_out
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
 from pcx.shortcuts.products import Anchor, Product, interpret, products_in
@@ -259,7 +259,8 @@ class ZeroAware:
         self.optimiser, self.values = optimiser, values
         self.start = jax.make_jaxpr(optimiser.init)(values)
         self.state_shape = jax.eval_shape(optimiser.init, values)
-        self.program = jax.make_jaxpr(optimiser.update)(values, self.state_shape, values)
+        program = jax.make_jaxpr(optimiser.update)(values, self.state_shape, values)
+        self.program = written_out(program, lambda eqn: eqn.primitive.name in ("jit", "pjit"))  # rules of derivatives stay
         refuse_nan(optimiser, values, "state")
 
     def check(self, state: Any) -> None:
