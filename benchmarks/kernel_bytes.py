@@ -4,7 +4,8 @@
     python benchmarks/kernel_bytes.py vgg7:bf16_state --target h200.txtpb # for another, without having one
 
 A count of the sizes of what goes into each kernel and comes out of it; what a cache saves is not known to it. Beside it stands
-the memory that the program holds at once, the data set apart. ``--target`` is a description of a device in the form of XLA's
+how many different convolutions there are (a compiler tries many kernels for each), and the memory that the program holds at
+once, the data set apart. ``--target`` is a description of a device in the form of XLA's
 `xla/backends/gpu/target_config/specs`, and needs JAX's plugin for CUDA with its libraries, and on a machine without a GPU
 ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1``; no kernels are tried against each other then, so that convolutions may hold less or more
 than they do on the device. ``--plain`` leaves the kernel for pooling out. A row is one of `pcx bench speed`, or a task such as
@@ -32,8 +33,8 @@ def size(shape: str) -> int:
     return total
 
 
-def kernels(text: str) -> list[tuple[str, str, int]]:
-    """Name, operation and bytes of every kernel of the loop over steps, which is the part with most of them."""
+def kernels(text: str) -> list[tuple[str, str, int, str]]:
+    """Name, operation, bytes and shapes of every kernel of the loop over steps, which is the part with most of them."""
     parts = re.split(r"\n(?=%?[\w.\-]+ \(|ENTRY)", text)
     body = max(parts, key=lambda part: part.count(" fusion("))
     shapes, found = dict[str, str](), []
@@ -45,8 +46,10 @@ def kernels(text: str) -> list[tuple[str, str, int]]:
         if operation in NO_KERNELS:
             continue
         target = re.search(r'custom_call_target="([^"]*)"', line)
-        read = sum(size(shapes.get(other, "")) for other in re.findall(r"%([\w.\-]+)", match[4]))
-        found.append((name, target[1] if target else operation, size(match[2]) + read))
+        operands = [shapes.get(other, "") for other in re.findall(r"%([\w.\-]+)", match[4])]
+        window = re.findall(r"(?:window|dim_labels)=(?:\{[^}]*\}|\S+)", line)
+        everything = size(match[2]) + sum(map(size, operands))
+        found.append((name, target[1] if target else operation, everything, f"{match[2]} {operands} {window}"))
     return found
 
 
@@ -104,13 +107,15 @@ def main() -> None:
         parser.error(f"there is no file {options.target}")
     text, memory = compiled(options.row, options.algorithm, options.seeds, options.target, options.plain)
     found = kernels(text)
-    for name, operation, count in found if options.all else ():
+    for name, operation, count, _ in found if options.all else ():
         print(f"{count / 1e6:8.1f} MB  {operation:30} {name}")
-    others = [count for _, operation, count in found if "cudnn" not in operation]
-    everything = sum(count for *_, count in found) / 1e9
+    others = [count for _, operation, count, _ in found if "cudnn" not in operation]
+    everything = sum(count for _, _, count, _ in found) / 1e9
+    different = {(operation, kind) for _, operation, _, kind in found if "cudnn" in operation}
     moved = f"those other than convolutions read and write {sum(others) / 1e9:.2f} GB a step, all {everything:.2f}"
     title = f"{options.row} {options.algorithm}, seeds: {options.seeds}"
-    print(f"{title}; {len(found)} kernels; {moved}; {memory / 2**20:.0f} MiB at once")
+    kernel_count = f"{len(found)} kernels, {len(different)} different convolutions"
+    print(f"{title}; {kernel_count}; {moved}; {memory / 2**20:.0f} MiB at once")
 
 
 if __name__ == "__main__":
