@@ -4,10 +4,9 @@ A traced program (jaxpr) is a list of equations over variables. Equations that o
 remat) are entered, so that the answer is exact for each of their outputs; loops and branches are taken as a whole.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined, unused-ignore]  # since 0.12 a Jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -22,34 +21,6 @@ def inside(eqn: JaxprEqn) -> ClosedJaxpr | None:
         [[getattr(v.aval, "shape", None) for v in vs] for vs in (e.invars, e.outvars)] for e in (closed.jaxpr, eqn)
     )
     return closed if within == around else None  # that of a reduction combines two numbers, that of a kernel has no outputs
-
-
-def written_out(closed: ClosedJaxpr, calls: Callable[[JaxprEqn], bool] = lambda eqn: True) -> ClosedJaxpr:
-    """The same program with the programs that it calls written out in it, and without what its results do not need."""
-
-    def run(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-        jaxpr = closed.jaxpr
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
-
-        def value(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else known[atom]
-
-        for eqn in cut(jaxpr, jaxpr.outvars):
-            inner = inside(eqn) if calls(eqn) else None
-            results = run(inner, [*map(value, eqn.invars)]) if inner else evaluate(jaxpr, [eqn], known, eqn.outvars)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [*map(value, jaxpr.outvars)]
-
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in closed.in_avals]
-    return jax.make_jaxpr(lambda *operands: run(closed, operands))(*shapes)
-
-
-def kinds(scan: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried from step to step; these come next."""
-    if "ft_in" in scan.params:  # since JAX 0.12
-        constants, carried, _ = scan.params["ft_in"].unpack()
-        return len(constants), len(carried)
-    return scan.params["num_consts"], scan.params["num_carry"]
 
 
 def reach(jaxpr: Jaxpr, inputs: Sequence[frozenset[Any]]) -> list[frozenset[Any]]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import pcx.data
 from pcx.bench import programs
@@ -25,9 +26,11 @@ def folder(tmp_path, monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"], jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # whether it is on is looked up once in a process
     yield tmp_path / "whole"
     jax.config.update("jax_compilation_cache_dir", before[0])
     jax.config.update("jax_enable_compilation_cache", before[1])
+    reset_cache()
 
 
 def trained(monkeypatch, mode="scan", algorithm="bp_se", **changes):
@@ -151,7 +154,7 @@ def test_a_file_that_is_not_whole_is_made_again(folder, monkeypatch):
 def test_what_comes_from_the_other_cache_is_not_kept(folder, monkeypatch):
     """On a CPU such a program cannot be written again; its functions are lost."""
     jax.config.update("jax_enable_compilation_cache", True)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    reset_cache()
     seconds, size = (f"jax_persistent_cache_min_{name}" for name in ("compile_time_secs", "entry_size_bytes"))
     before = {name: jax.config.values[name] for name in (seconds, size)}
     try:
@@ -168,7 +171,7 @@ def test_what_comes_from_the_other_cache_is_not_kept(folder, monkeypatch):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.config.update("jax_enable_compilation_cache", False)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+        reset_cache()
     assert len(kept) == 3
     assert same(first, again)
 

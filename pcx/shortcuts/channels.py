@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from pcx._jaxpr import ClosedJaxpr, evaluate, inside, kinds
+from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
 Order = tuple[int, ...]
@@ -277,7 +277,7 @@ def _concatenate(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid]:
 
 
 def _scan(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
-    closed, (first, carried) = eqn.params["jaxpr"], kinds(eqn)
+    closed, (first, carried) = eqn.params["jaxpr"], _kinds(eqn)
     end = first + carried
     if not _convolves(closed):
         return None
@@ -298,6 +298,14 @@ def _scan(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, rest = jax.lax.scan(step, begin, given, **options)
     return [*map(Laid, carry, orders), *(Laid(array, _plain(array)) for array in rest)]
+
+
+def _kinds(scan: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried from step to step; these come next."""
+    if "ft_in" in scan.params:  # since JAX 0.12
+        constants, carried, _ = scan.params["ft_in"].unpack()
+        return len(constants), len(carried)
+    return scan.params["num_consts"], scan.params["num_carry"]
 
 
 def _while(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid] | None:

@@ -19,10 +19,10 @@ from jaxtyping import Array
 
 from pcx._energies import weighted
 from pcx._free_energy import Factor
-from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, written_out
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables
 from pcx._types import Nodes
 from pcx.shortcuts.differences import UNKNOWN
-from pcx.shortcuts.plan import Program, ZeroAware
+from pcx.shortcuts.plan import Program, ZeroAware, written_out
 from pcx.shortcuts.products import Anchor, interpret, precision, products_in
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from pcx._free_energy import run
-from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, reach, written_out
+from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
 from pcx.shortcuts.products import Anchor, Product, interpret, products_in
@@ -187,6 +187,26 @@ class Program:
         own_bases = bases if whole or bases is None else jax.tree.map(lambda base: base[pick], bases)
         own_axes = [axis if move is not None else None for axis, move in zip(axes, moves, strict=True)]
         return jax.vmap(one, in_axes=(axes, own_axes, None if bases is None else 0))(operands, moves, own_bases)
+
+
+def written_out(closed: ClosedJaxpr, calls: Callable[[JaxprEqn], bool] = lambda eqn: True) -> ClosedJaxpr:
+    """The same program with the programs that it calls written out in it, and without what its results do not need."""
+
+    def run(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+        jaxpr = closed.jaxpr
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
+
+        def value(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for eqn in cut(jaxpr, jaxpr.outvars):
+            inner = inside(eqn) if calls(eqn) else None
+            results = run(inner, [*map(value, eqn.invars)]) if inner else evaluate(jaxpr, [eqn], known, eqn.outvars)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [*map(value, jaxpr.outvars)]
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in closed.in_avals]
+    return jax.make_jaxpr(lambda *operands: run(closed, operands))(*shapes)
 
 
 def signature(jaxpr: Jaxpr, piece: Sequence[JaxprEqn], free: Sequence[Any], outputs: Sequence[Any]) -> str:
