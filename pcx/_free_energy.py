@@ -346,8 +346,7 @@ class Graph(NamedTuple):
 def graph(model: Any, x: Any = None) -> Graph:
     """The graph of a model, recovered from its program. Print it, or see `pcx.draw`."""
     refuse_shared(model)
-    count = batch_size(x) if as_inputs(x) else 1
-    done = jax.eval_shape(lambda: run(model, {}, x, batch=count))
+    done = jax.eval_shape(lambda: run(model, {}, x, batch=batch_size(x) if as_inputs(x) else 1))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.result_type(a)), as_inputs(x))
     reads = dependencies(model, first)
     parents = Nodes({name: its - {INPUT} for name, its in reads.items()})

@@ -252,8 +252,7 @@ def one_hot(value: Any, shape: tuple[int, ...] | None, dtype: Any, label: str) -
 def check_labels(labels: Any, classes: int, label: str) -> None:
     if isinstance(labels, jax.core.Tracer) or np.size(labels) == 0:
         return
-    known = np.asarray(labels)
-    low, high = int(known.min()), int(known.max())
+    low, high = (int(extreme(np.asarray(labels))) for extreme in (np.min, np.max))
     if low < 0 or high >= classes:
         raise ModelError(f"{label} has {classes} classes, but got labels from {low} to {high}; classes count from 0.")
 

@@ -43,7 +43,6 @@ FUNCTIONS = {
     "power": lambda x: x**3 - x**2,
     "root": lambda x: jnp.sqrt(x**2 + 0.1),
     "logarithm": lambda x: jnp.log(x**2 + 0.1),
-    "logarithm to base two": lambda x: jnp.log2(x**2 + 0.1),
     "exponential": jnp.exp,
     "quotient": lambda x: x / (x**2 + 1) + 2 / (x**2 + 3) + x / 7,
     "product": lambda x: x * jnp.tanh(x) * 3,
@@ -151,6 +150,83 @@ def test_kinks_on_the_way():
         np.testing.assert_array_equal(amount, np.float32(2**-24))
     _, amount = moved(jax.nn.relu, jnp.array([-1e-9, 2e-9], jnp.float32), jnp.array([3e-9, -3e-9], jnp.float32))
     np.testing.assert_allclose(amount, [2e-9, -2e-9], rtol=1e-6)
+
+
+FAR = {
+    "root of what was nearly zero": (jnp.sqrt, 1e-12, 2.0),
+    "inverse root of what was nearly zero": (jax.lax.rsqrt, 1e-10, 1.0),
+    "logarithm of what was nearly zero": (jnp.log, 1e-10, 1.0),
+    "logarithm behind a kink": (lambda x: jnp.log(jax.nn.relu(x) + 1e-8), -1.0, 0.5),
+    "logarithm of one more, nearly zero": (jnp.log1p, -1 + 1e-6, 5.0),
+    "softplus": (jax.nn.softplus, -90.0, 3.0),
+    "quotient of what was zero": (lambda x: x / (jnp.abs(x) + 1e-8), 0.0, 1.0),
+    "quotient behind a kink": (lambda x: 1 / (jax.nn.relu(x) + 1e-6), -1.0, 30.0),
+    "quotient that grows": (lambda x: 1 / (jax.nn.relu(x) + 1e-6), 30.0, -1.0),
+    "normalised": (lambda x: x * jax.lax.rsqrt(jnp.mean(x * x) + 1e-6), 1e-5, 7.0),
+    "logarithm of infinity's other end": (lambda x: jnp.maximum(jnp.log(jax.nn.relu(x)), -10.0), -1.0, 0.5),
+    "masked by infinity": (lambda x: jnp.maximum(jnp.where(CHOSEN[:1, :2], x, -jnp.inf), -jnp.inf), 0.5, 0.7),
+    "sigmoid in its tail": (jax.nn.sigmoid, -20.0, -15.0),
+    "sigmoid far in its tail": (lambda x: jnp.log(jax.nn.sigmoid(x)), -25.0, -24.9),
+    "sigmoid at its upper end": (lambda x: jax.nn.sigmoid(x) - 1, 3.0, 2.5),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_long_ways_from_what_was_nearly_zero(name):
+    """In float32, where the start is lost in the rounding of what came after it: as exact as the plain difference."""
+    function, start, end = FAR[name]
+    start, end = (np.full((1, 2), part, np.float32) for part in (start, end))
+    _, amount = moved(function, jnp.asarray(start), jnp.asarray(end - start))
+    exact = np.asarray(function(jnp.asarray(end, jnp.float64))) - np.asarray(function(jnp.asarray(start, jnp.float64)))
+    same = np.asarray(function(jnp.asarray(end, jnp.float64))) == np.asarray(function(jnp.asarray(start, jnp.float64)))
+    np.testing.assert_allclose(amount, np.where(same, 0, exact), rtol=1e-5)
+
+
+def test_what_is_chosen_among_truths_and_whole_numbers():
+    """Truths at the start are chosen like numbers; whole numbers have no rules; and what fills a gap has not moved."""
+    start, by = jnp.array([[-1.0, 0.5, 2.0, -0.2]]), jnp.array([[2.0, 0.1, -3.0, 0.1]])
+    mask = np.array([[True, False, True, False]])
+    functions = [
+        lambda x: jnp.where(jnp.where(mask, x > 0, x > 1), x, 2 * x),
+        lambda x: x.at[0, jnp.array([0, 3, 9])].get(mode="fill", fill_value=1.0),
+        lambda x: jnp.where(jax.lax.div(jnp.where(x > 0, 7, 1), 2) > 1, x, 2 * x),
+    ]
+    for function in functions:
+        np.testing.assert_allclose(moved(function, start, by)[1], function(start + by) - function(start), rtol=1e-12)
+    assert moved(lambda x: jax.lax.div(jnp.where(x > 0, 7, 1), 2), start, by)[1] is UNKNOWN
+    assert moved(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), start, by)[1] is UNKNOWN
+
+
+class Mixed(pcx.EnergyModule):
+    """Blocks of one shape of which the first skips from the input and the others from a node."""
+
+    def __init__(self, join):
+        with pxnn.keys(jax.random.key(0)):
+            self.layers, self.skips = ([pxnn.Linear(6, 6) for _ in range(6)] for _ in range(2))
+        self.vodes, self.join = [pcx.Vode((6,)) for _ in range(6)], join
+
+    def __call__(self, x):
+        now = before = x
+        for layer, skip, vode in zip(self.layers, self.skips, self.vodes, strict=True):
+            now, before = vode(jnp.tanh(layer(now)) + self.join(skip, before)), now
+        return now
+
+
+@pytest.mark.parametrize(
+    "join",
+    [lambda skip, x: x, lambda skip, x: skip(x), lambda skip, x: x / jnp.sqrt(1e-6 + jnp.sum(x * x)), lambda skip, x: x * x],
+    ids=["the value", "a product", "normalised", "squared"],
+)
+def test_equal_layers_of_which_one_reads_the_input(join):
+    model, (x, y) = Mixed(join), jax.random.normal(jax.random.key(1), (2, 4, 6))
+
+    def learn(**choice):
+        options = {"state_optimiser": optax.sgd(0.1, momentum=0.5), "weight_optimiser": (sgd := optax.sgd(1.0)), "steps": 12}
+        done = pcx.train_step(model, x, {"vodes.5": y}, weight_state=sgd.init(pcx.weights(model)), **options, **choice)
+        return done.inferred.values, done.energies, pcx.weights(done.model)
+
+    naive, exact = learn(shortcuts=pcx.NO_SHORTCUTS), learn(state_dtype=jnp.float64)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), naive, exact)
 
 
 def test_what_has_no_rule_is_unknown_and_what_stands_still_is_fixed():
@@ -266,6 +342,9 @@ def attention(x):
 LAYERS = {
     "dropout": lambda: pxnn.Dropout(0.4),
     "layer norm": lambda: pxnn.LayerNorm((16,)),
+    "layer norm of what is small": lambda: lambda x: pxnn.LayerNorm((16,))(1e-3 * x),
+    "length one": lambda: lambda x: x / (1e-6 + jnp.linalg.norm(x)),
+    "masked": lambda: lambda x: jax.nn.sigmoid(jnp.where(np.arange(16) % 2, x, -jnp.inf)),
     "batch norm": lambda: pxnn.BatchNorm(16),
     "batch norm in every step": lambda: pxnn.BatchNorm(16, statistics="batch"),
     "attention": lambda: attention,

@@ -5,10 +5,11 @@ Finite differences have rules, as derivatives have, and they are exact: with ``�
     Δ(x + y) = Δx + Δy        Δ(x y) = Δx y + x₀ Δy        Δ tanh x = tanh Δx (1 - tanh x tanh x₀)
 
 and so on, a rule for each operation. So how far a prediction has gone from where it was at the start is as exact as how far its
-parents have, be it ever so little. Where a rule needs ``x₀`` it takes ``x - Δx``: nothing of the start is read.
+parents have, be it ever so little. Where a rule needs ``x₀`` it takes ``x - Δx``: nothing of the start is read. Near zero, a
+root, a quotient or a logarithm makes much of the rounding in that; so where the way is long, their results are subtracted
+(`PIVOTS`).
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,17 +27,22 @@ T = TypeVar("T")
 FIXED: Any = None  # an operand that has not moved
 UNKNOWN: Any = object()  # one that has, by an unknown amount
 # These are linear in their first operand, so that its displacement goes the same way as it does.
-LINEAR = ("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "neg", "stop_gradient",
+LINEAR = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "neg", "stop_gradient",
           "reduce_window_sum", "psum", "cumsum", "gather", "dynamic_slice")  # fmt: skip
+# Of these the operand that may be near zero; what the result was at the start is remembered by an `Anchor`.
+PIVOTS = {"sqrt": 0, "rsqrt": 0, "log": 0, "log1p": 0, "div": 1, "mul": 0}
 COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "not")
+CHOICES = ("select_n", "concatenate", "pad")  # of truths, what was chosen at the start
 Rule = Callable[[list[Array], list[Array], Array, dict[str, Any]], Any]  # operands, displacements, result, parameters
 
 
-def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], by: Sequence[Any]) -> list[Any]:
+def difference(
+    eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], by: Sequence[Any], start: Any = None
+) -> list[Any]:
     """The displacements of the results of an equation, given those of its operands; what has no rule is UNKNOWN.
 
-    That of a truth is what it was at the start: known where only one of two numbers moves, or from an `Anchor`. A difference
-    has no derivative of its own: `tied` gives it one.
+    That of a truth is what it was at the start: known where only one of two numbers moves, or from an `Anchor`. ``start`` is
+    what the result was, where that is remembered. A difference has no derivative of its own: `tied` gives it one.
     """
     if all(amount is FIXED for amount in by):
         return [FIXED] * len(results)
@@ -46,9 +52,13 @@ def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], b
     if name in LINEAR:
         if any(amount is not FIXED for amount in by[1:]):
             return [UNKNOWN]
-        amount = eqn.primitive.bind(by[0], *operands[1:], **eqn.params)
+        filled = {"fill_value": 0} if by[0].dtype != bool and eqn.params.get("fill_value") is not None else {}
+        amount = eqn.primitive.bind(by[0], *operands[1:], **eqn.params | filled)
         return amount if eqn.primitive.multiple_results else [amount]
-    if name not in (*ARITHMETIC, *RULES, *COMPARISONS, *SMOOTH):
+    truth = results[0].dtype == bool and name in (*COMPARISONS, *CHOICES)
+    if name not in (*ARITHMETIC, *RULES, *COMPARISONS, *SMOOTH) or not (
+        truth or jnp.issubdtype(results[0].dtype, jnp.floating)
+    ):
         return [UNKNOWN]
     x = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]
     if name in COMPARISONS:
@@ -58,8 +68,15 @@ def difference(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], b
     if name in SMOOTH:
         return [_smooth(lambda x: eqn.primitive.bind(x, **eqn.params), x[0], by[0])]
     moved = list(by) if name in ARITHMETIC else [_still(a) if b is FIXED else b for a, b in zip(x, by, strict=True)]
-    found = (ARITHMETIC | RULES)[name](x, moved, jax.lax.stop_gradient(results[0]), eqn.params)
-    return [found if found is UNKNOWN else jnp.broadcast_to(found, results[0].shape)]
+    result = jax.lax.stop_gradient(results[0])
+    found = (ARITHMETIC | RULES)[name](x, moved, result, eqn.params)
+    if name in PIVOTS and not (by[-1] is FIXED or by[PIVOTS[name]] is FIXED):  # else it is linear, or nothing is near zero
+        pivot, way = x[PIVOTS[name]] + (name == "log1p"), by[PIVOTS[name]]
+        if start is not None:
+            found = jnp.where(jnp.abs(way) <= jnp.abs(pivot) / 2, found, result - jax.lax.stop_gradient(start))
+        elif name != "mul":
+            found = UNKNOWN
+    return [found if found is UNKNOWN else jnp.broadcast_to(found, result.shape)]
 
 
 def called(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any], by: Sequence[Any]) -> list[Any] | None:
@@ -82,7 +99,8 @@ def before(x: Array, by: Any) -> Array:
 
 def _chosen(was: Array, cases: Sequence[Array], by: Sequence[Array], result: Array) -> Array:
     """One of several cases, of which at the start it ``was`` another, maybe: the way of that one, and from it to the result."""
-    return jax.lax.select_n(was, *by) + (result - jax.lax.select_n(was, *cases))
+    case = jax.lax.select_n(was, *cases)
+    return jax.lax.select_n(was, *by) + jnp.where(result == case, 0, result - case)  # two infinities are not subtracted
 
 
 def _larger(x: list[Array], by: list[Array], result: Array, _: Any) -> Array:
@@ -107,8 +125,8 @@ def _absolute(x: list[Array], by: list[Array], result: Array, _: Any) -> Array:
 
 def _select(x: list[Array], by: list[Array], result: Array, _: Any) -> Array:
     which, *cases = x
-    was = before(which, by[0] if by[0].dtype == bool else FIXED)
-    return _chosen(was, cases, by[1:], result)
+    was = before(which, by[0] if by[0].dtype == bool else FIXED)  # a number that chooses has not moved
+    return jax.lax.select_n(was, *by[1:]) if result.dtype == bool else _chosen(was, cases, by[1:], result)
 
 
 def _power(x: list[Array], by: list[Array], result: Array, parameters: dict[str, Any]) -> Any:
@@ -122,8 +140,8 @@ def _concatenate(x: list[Array], by: list[Array], result: Array, parameters: dic
 
 
 def _convert(x: list[Array], by: list[Array], result: Array, parameters: dict[str, Any]) -> Any:
-    both = jnp.issubdtype(x[0].dtype, jnp.floating) and jnp.issubdtype(result.dtype, jnp.floating)
-    return by[0].astype(result.dtype) if both else UNKNOWN
+    wider = result.dtype == x[0].dtype or result.dtype.itemsize > x[0].dtype.itemsize  # else it rounds
+    return by[0].astype(result.dtype) if wider and jnp.issubdtype(x[0].dtype, jnp.floating) else UNKNOWN
 
 
 def _root(x: list[Array], by: list[Array], result: Array, _: Any) -> Array:
@@ -151,6 +169,12 @@ def _tanh(x: Array, by: Array, result: Array) -> Array:
     for term in reversed(TANH):
         series = term - by * by * series
     return jnp.where(jnp.abs(by) < 1 / 8, by * series * (1 - result * start), result - start)
+
+
+def _logistic(x: Array, by: Array) -> Array:
+    """``σ(x) - σ(x₀) = σ(x) σ(-x₀) (1 - eʸ)`` with ``y = x₀ - x``, or likewise from the other end if that is the larger one."""
+    low, high = jnp.minimum(x, x - by), jnp.maximum(x, x - by)
+    return -jnp.sign(by) * jax.nn.sigmoid(high) * jax.nn.sigmoid(-low) * jnp.expm1(-jnp.abs(by))
 
 
 def _smooth(function: Callable[[Array], Array], x: Array, by: Array) -> Array:
@@ -193,10 +217,9 @@ RULES: dict[str, Rule] = {
     "exp": _exponential,
     "expm1": _exponential,
     "log": lambda x, by, result, _: -jnp.log1p(-by[0] / x[0]),
-    "log2": lambda x, by, result, _: -jnp.log1p(-by[0] / x[0]) / math.log(2),
     "log1p": lambda x, by, result, _: -jnp.log1p(-by[0] / (1 + x[0])),
     "tanh": lambda x, by, result, _: _tanh(x[0], by[0], result),
-    "logistic": lambda x, by, result, _: _tanh(x[0] / 2, by[0] / 2, 2 * result - 1) / 2,  # (1 + tanh(x / 2)) / 2
+    "logistic": lambda x, by, result, _: _logistic(x[0], by[0]),
     "max": _larger,
     "min": _smaller,
     "clamp": _clamp,

@@ -23,7 +23,7 @@ from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables
 from pcx._types import Nodes
 from pcx.shortcuts.differences import UNKNOWN
 from pcx.shortcuts.plan import Program, ZeroAware, written_out
-from pcx.shortcuts.products import Anchor, interpret, precision, products_in
+from pcx.shortcuts.products import PRODUCTS, Anchor, interpret, precision, remembered
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
 
@@ -134,11 +134,11 @@ class ChainKernel:
         lazy = ZeroAware(self.optimiser.lazy.optimiser, task.kept(values.only(task.free)))
         self.program, self.small = program, BlockOptimiser(lazy, energy.blocks)
         last = slice(-len(self.members), None)
-        self.data = jax.tree.map(lambda leaf: leaf[last], (energy.weights[0], energy.bases[0]))
+        self.data = jax.tree.map(lambda leaf: leaf[last], (energy.weights[0], self.products_of(energy.bases[0])))
 
         def few() -> Any:
             bases = None if energy.anchor is None else program.stacked_anchor(group, program.anchor(values))
-            return program.stacked_weights()[0], bases
+            return program.stacked_weights()[0], self.products_of(bases)
 
         shapes = jax.tree.leaves(jax.eval_shape(few))
         leaves = jax.tree.leaves(self.data)
@@ -277,6 +277,13 @@ class ChainKernel:
             results.append([own + update.astype(own.dtype), *after])
         return results
 
+    def products_of(self, bases: Sequence[Any] | None) -> list[Any] | None:
+        """Of what is `remembered` the products, which is all that the kernel needs: it does not ask how far the rest goes."""
+        if bases is None:
+            return None
+        names = [name for _, name in remembered(self.energy.program.pieces[self.members[0]])]
+        return [base for base, name in zip(bases, names, strict=True) if name in PRODUCTS]
+
     def predict(self, parent: Array, start: Array, operands: Sequence[Any], bases: Sequence[Any] | None) -> Array:
         """The prediction of one member from the node before it, which is ``parent`` away from its start."""
         program, name = self.program, self.members[0]
@@ -285,9 +292,10 @@ class ChainKernel:
         moving = variables[self.moving[0]]
         if bases is None:
             return evaluate(program.jaxpr, piece, own | {moving: parent}, [output])[0]
-        anchor = Anchor({(eqn.outvars[0],): known for eqn, known in zip(products_in(piece), bases, strict=True)})
+        places = [place for place, name in remembered(piece) if name in PRODUCTS]
+        anchor = Anchor(dict(zip(places, bases, strict=True)))
 
-        def product(*given: Any) -> Any:  # how far the rest goes is not asked
+        def product(*given: Any) -> Any:
             return anchor.product(*given)[0], UNKNOWN
 
         known = own | {moving: start + parent}

@@ -26,7 +26,7 @@ from pcx._free_energy import run
 from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
-from pcx.shortcuts.products import Anchor, Product, interpret, products_in
+from pcx.shortcuts.products import Anchor, Product, interpret, near_zero, remembered
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
 SMALLEST_STACK = 3  # equal pieces
@@ -81,7 +81,7 @@ class Program:
 
     def anchor(self, values: Nodes[Array], halved: bool = False) -> Anchor:
         """All products at these values, for `pcx.shortcuts.products`."""
-        anchor = Anchor(halved=halved)
+        anchor = Anchor(halved=halved, near_zero=near_zero(self.jaxpr.eqns))
         self.predict(values, self.outputs, product=anchor.record)
         return anchor
 
@@ -97,8 +97,8 @@ class Program:
         ]
 
     def stacked_anchor(self, group: list[str], anchor: Anchor) -> list[Any]:
-        """For every product in the piece of a group's members: what the anchor knows of it, stacked."""
-        known = [[anchor.known[eqn.outvars[0],] for eqn in products_in(self.pieces[name])] for name in group]
+        """For all that is `remembered` of the pieces of a group's members: what the anchor knows of it, stacked."""
+        known = [[anchor.known[place] for place, _ in remembered(self.pieces[name])] for name in group]
         return [jax.tree.map(lambda *parts: jnp.stack(parts), *column) for column in zip(*known, strict=True)]
 
     def predict(
@@ -171,15 +171,16 @@ class Program:
             chosen = stack if stack is None or whole else stack[pick]
             operands.append(chosen if chosen is not None else rows(parts[:1])[0] if same else rows(parts))
             axes.append(None if same and stack is None else 0)
-            moving = away is not None and all(var in names for var in column)
-            moves.append(None if away is None or not moving else away(parts[:1])[0] if same else away(parts))
+            moving = away is not None and any(var in names for var in column)
+            ways = [part if isinstance(part, str) else jnp.zeros_like(part) for part in parts] if moving else []
+            moves.append(None if away is None or not moving else away(ways[:1])[0] if same else away(ways))
         piece, variables, output = self.pieces[first], self.free_variables[first], self.outputs[first]
 
         def one(operands: Sequence[Array], moves: Sequence[Array | None], bases: list[Any] | None) -> tuple[Array, Any]:
             own = dict(zip(variables, operands, strict=True))
             if bases is None:
                 return evaluate(self.jaxpr, piece, own, [output])[0], None
-            anchor = Anchor({(eqn.outvars[0],): base for eqn, base in zip(products_in(piece), bases, strict=True)})
+            anchor = Anchor({place: base for (place, _), base in zip(remembered(piece), bases, strict=True)})
             by = {var: move for var, move in zip(variables, moves, strict=True) if move is not None}
             (u,), (amount,) = interpret(self.jaxpr, piece, own, [output], anchor.product, by)
             return u, None if amount is UNKNOWN else amount

@@ -12,6 +12,7 @@ a state that is the displacement ``h - h₀`` itself (`pcx.infer`), errors far b
 products of full float32 are anchored too.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -24,10 +25,11 @@ from jaxtyping import Array
 
 from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 from pcx.shortcuts import half, patches
-from pcx.shortcuts.differences import COMPARISONS, FIXED, UNKNOWN, called, difference, tied
+from pcx.shortcuts.differences import COMPARISONS, FIXED, PIVOTS, UNKNOWN, called, difference, tied
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRODUCTS = ("dot_general", "conv_general_dilated")
+CALLS = ("jit", "pjit")
 SUMS = ("reduce_sum",)  # statistics of a batch, say: linear too, and a compiler may take two of them in different orders
 SMALL = 64  # pixels of an image
 # Of an equation, its operands, their displacements and its place: the result, and by how much that has moved.
@@ -55,9 +57,36 @@ def low(array: Array) -> Array:
     return array.astype(jnp.bfloat16) if precision() == "bfloat16" else array
 
 
-def products_in(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations that are products."""
-    return [eqn for eqn in eqns if eqn.primitive.name in PRODUCTS]
+def near_zero(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether some equations have an operand that may be near zero at the start, and makes much of it (`PIVOTS`)."""
+
+    def one(eqn: JaxprEqn) -> bool:
+        name, inner = eqn.primitive.name, inside(eqn)
+        if name in PIVOTS:
+            return name != "mul" and not isinstance(eqn.invars[PIVOTS[name]], Literal)
+        return inner is not None and near_zero(inner.jaxpr.eqns)
+
+    return any(map(one, eqns))
+
+
+def remembered(eqns: Sequence[JaxprEqn]) -> list[tuple[tuple[Any, ...], str]]:
+    """Of some equations, those of which an `Anchor` knows what they were at the start: their places, and their names.
+
+    These are products and, where numbers may be near zero, `PIVOTS`.
+    """
+    names = (*PRODUCTS, *PIVOTS) if near_zero(eqns) else PRODUCTS
+
+    def of(eqns: Sequence[JaxprEqn], place: tuple[Any, ...], names: Sequence[str]) -> list[tuple[tuple[Any, ...], str]]:
+        found = []
+        for eqn in eqns:
+            here, inner = (*place, eqn.outvars[0]), inside(eqn)
+            if eqn.primitive.name in names:
+                found.append((here, eqn.primitive.name))
+            elif inner is not None and (eqn.primitive.name in CALLS or near_zero(inner.jaxpr.eqns)):
+                found += of(inner.jaxpr.eqns, here, names if eqn.primitive.name in CALLS else tuple(PIVOTS))
+        return found
+
+    return of(eqns, (), names)
 
 
 def interpret(
@@ -87,18 +116,19 @@ def interpret(
     for eqn in eqns:
         operands, by, here = [*map(read, eqn.invars)], [*map(moved, eqn.invars)], (*place, eqn.outvars[0])
         still, inner, name = all(amount is FIXED for amount in by), inside(eqn), eqn.primitive.name
-        if name in (*PRODUCTS, *SUMS, *COMPARISONS):
+        if name in (*PRODUCTS, *SUMS, *COMPARISONS, *PIVOTS):
             result, amount = product(eqn, operands, by, here)
             results, amounts = [result], [amount]
-        elif inner is not None and name in ("jit", "pjit"):
+        elif inner is not None and name in CALLS:
             results, amounts = _inside(inner, operands, product, by, here)
             amounts = called(eqn, operands, results, by) or amounts
         else:
             results = _one(jaxpr, eqn, operands)
-            if inner is None or still:
+            if inner is None or (still and not near_zero(inner.jaxpr.eqns)):
                 amounts = difference(eqn, operands, results, by)
             else:  # its own derivative is kept, and its program read for how far it goes
-                amounts = _inside(inner, [*map(jax.lax.stop_gradient, operands)], _left_alone, by, here)[1]
+                own = functools.partial(_but_products, product)
+                amounts = _inside(inner, [*map(jax.lax.stop_gradient, operands)], own, by, here)[1]
         values.update(zip(eqn.outvars, results, strict=True))
         moves.update(zip(eqn.outvars, amounts, strict=True))
     return [*map(read, outputs)], [*map(moved, outputs)]
@@ -121,9 +151,14 @@ def _inside(
     return interpret(inner.jaxpr, inner.jaxpr.eqns, own, inner.jaxpr.outvars, product, dict(zip(names, by, strict=True)), place)
 
 
-def _left_alone(eqn: JaxprEqn, operands: list[Any], by: list[Any], place: Any) -> tuple[Array, Any]:
+def _left_alone(eqn: JaxprEqn, operands: list[Any], by: list[Any], place: Any, start: Any = None) -> tuple[Array, Any]:
     value = _plain(eqn, operands)
-    return value, difference(eqn, operands, [value], by)[0]
+    return value, difference(eqn, operands, [value], by, start)[0]
+
+
+def _but_products(product: Product, eqn: JaxprEqn, *given: Any) -> tuple[Array, Any]:
+    """Another way to compute things, but for the products themselves."""
+    return (_left_alone if eqn.primitive.name in PRODUCTS else product)(eqn, *given)
 
 
 def _one(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -136,15 +171,27 @@ class Anchor:
 
     An anchor is filled by one pass with `record`; `product` then gives ``base + low(x - x₀)`` with rounded derivatives.
     What does not move (the weights) is rounded once, by `record`. ``halved`` products have their eleven bits in two bytes
-    (`pcx.shortcuts.half`), where they are large enough for that.
+    (`pcx.shortcuts.half`), where they are large enough for that. ``near_zero`` says whether roots, quotients and the like are
+    remembered too.
     """
 
-    def __init__(self, known: Mapping[Any, tuple[list[Array], list[Any], Array]] | None = None, halved: bool = False):
+    def __init__(
+        self,
+        known: Mapping[Any, tuple[list[Array], list[Any], Array]] | None = None,
+        halved: bool = False,
+        near_zero: bool = True,
+    ):
         self.known = dict(known or {})
         self.halved = halved and precision() == "tensorfloat32"
+        self.near_zero = near_zero
 
     def record(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
         """A product at the start, remembered; so are sums, and what was found true."""
+        if eqn.primitive.name in PIVOTS:
+            value = _plain(eqn, operands)
+            if self.near_zero:
+                self.known[place] = ([], [], value)
+            return value, FIXED
         if eqn.primitive.name in (*SUMS, *COMPARISONS):
             self.known[place] = (operands, operands, value := _plain(eqn, operands))
             return value, FIXED
@@ -157,6 +204,8 @@ class Anchor:
 
     def product(self, eqn: JaxprEqn, operands: list[Any], away: list[Any], place: Any) -> tuple[Array, Any]:
         """A product at values of which some have moved since the start, and by how much it has."""
+        if eqn.primitive.name in PIVOTS:
+            return _left_alone(eqn, operands, away, place, self.known[place][2] if place in self.known else None)
         if eqn.primitive.name in SUMS:
             return self._sum(eqn, operands[0], away[0], place)
         if eqn.primitive.name in COMPARISONS:

@@ -72,4 +72,6 @@ def larger_moved(largest: Array, way: Array, start: Array) -> Array:
 
     From where that one began it is as far again to the ``start``, the largest one then: nothing if it is the same one.
     """
-    return way + ((largest - way) - start)
+    moved = way + ((largest - way) - start)
+    plain = jnp.where(largest == start, 0, largest - start)
+    return jnp.where(jnp.abs(moved) < jnp.inf, moved, plain)  # infinities are not subtracted
