@@ -393,3 +393,22 @@ def test_sizes_of_axes_that_become_others():
     assert channels._groups((4, 6), (3, 8)) == [([0, 1], [0, 1])]
     assert channels._groups((4, 1), (1, 4, 1, 1)) == [([0], [0, 1]), ([1], [2]), ([], [3])]
     assert channels._groups((2, 0), (0, 3)) is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_small_images_are_not_taken_for_kernels(size, pooled):
+    """A compiler that swaps the two turns one of them around, which a CPU then convolves number by number."""
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 4, size, size), (4, 4, 3, 3)]))
+
+    def loss(x, w):
+        z = SAME(jnp.tanh(SAME(x, w)), w)
+        return jnp.sum((pxnn.max_pool_2x2(z) if pooled else z) ** 2)
+
+    program = jax.jit(channels_last(jax.grad(loss, (0, 1)))).lower(x, w).compile()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), program(x, w), jax.grad(loss, (0, 1))(x, w)
+    )
+    found = re.findall(r" convolution\(.*", program.as_text())
+    assert len(found) == 6 or size == 1  # those of single pixels are products
+    assert all("dim_labels=b01f_01io->b01f" in line and "reversal" not in line for line in found)

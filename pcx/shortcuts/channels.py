@@ -20,6 +20,7 @@ from pcx._jaxpr import ClosedJaxpr, evaluate, inside
 
 F = TypeVar("F", bound=Callable[..., Any])
 Order = tuple[int, ...]
+SMALL = 64  # pixels of an image
 
 # fmt: off
 ELEMENTWISE = {
@@ -179,7 +180,21 @@ def _convolution(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid]:
     arrays = operands[0].to(last(image)), operands[1].to((*kernel[2:], kernel[1], kernel[0]))
     images, kernels = (0, count - 1, *range(1, count - 1)), (count - 1, count - 2, *range(count - 2))
     numbers = jax.lax.ConvDimensionNumbers(images, kernels, images)
-    return [Laid(_bind(eqn, *arrays, dimension_numbers=numbers), last(result))]
+    whole, padding = _small(eqn, *arrays)
+    return [Laid(_bind(eqn, whole, arrays[1], dimension_numbers=numbers, padding=padding), last(result))]
+
+
+def _small(eqn: JaxprEqn, image: Any, kernel: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """An image, and the padding that is left; one of fewer pixels than the kernel has, or has without an edge, is padded here.
+
+    A compiler takes such an image for the kernel of the other, which it must turn then, and convolves number by number.
+    """
+    pixels, padding, dilation = image.shape[1:-1], tuple(eqn.params["padding"]), eqn.params["lhs_dilation"]
+    few = math.prod(n - 1 for n in pixels) < math.prod(kernel.shape[:-2]) and math.prod(pixels) <= SMALL
+    if not few or set(dilation) != {1}:
+        return image, padding
+    around = [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)]
+    return jax.lax.optimization_barrier(jax.lax.pad(image, jax.numpy.zeros((), image.dtype), around)), ((0, 0),) * len(padding)
 
 
 def _without(order: Order, axes: Iterable[Any]) -> Order:
