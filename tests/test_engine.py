@@ -646,6 +646,16 @@ def test_channels_last_changes_no_number(monkeypatch, algorithm, mode):
     assert difference(*found) < 1e-9
 
 
+@pytest.mark.parametrize(("mode", "told"), [("host", [1, 2, 3, 4, 5, 6]), ("stream", [4, 6]), ("scan", [])])
+def test_steps_are_told(monkeypatch, single, mode, told):
+    monkeypatch.setattr(engine_module, "CHUNK", 4)
+    engine = Engine(config(), DIGITS, [0], mode, steps=6)
+    seen = []
+    engine.on_step = lambda done, steps: seen.append((done, steps))
+    engine.epoch(engine.init(), 0)
+    assert seen == [(done, 6) for done in told]
+
+
 def test_data_that_cannot_be_meant_are_refused():
     """Labels out of range, a split without samples, and seeds that a key cannot tell apart."""
     good = DIGITS.test

@@ -125,6 +125,7 @@ class Engine:
             raise ConfigError(f"a batch of {config.batch} is larger than the {len(held[0])} samples to train on.")
         self.total_steps = (len(held[0]) // config.batch) * config.epochs
         self.timing = Timing()
+        self.on_step: Callable[[int, int], None] | None = None  # told after steps: how many are done, of how many
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         floats, self.static_hyper = eqx.partition(config.hyper, lambda leaf: isinstance(leaf, float))
         self.floats = jax.tree.map(lambda value: jnp.full((self.members,), value), floats)
@@ -407,7 +408,14 @@ class Engine:
             given = carry, self.floats, self.keys, order[:, i], *shared
             carry, row = self._run("step", self._step, *given, like=(carry, 0))
             rows.append(row)
+            self._tell(rows, i + 1)
         return carry, jnp.stack(rows, axis=1)
+
+    def _tell(self, rows: list[Array], done: int) -> None:
+        """Say how far the epoch is; what was started last goes on meanwhile."""
+        if self.on_step is not None:
+            jax.block_until_ready(rows[-2:][0])
+            self.on_step(done, self.steps)
 
     def _streamed(self, carry: Any, order: Array, epoch: Array) -> tuple[Any, Array]:
         """An epoch in chunks of steps, and its rows; the host gathers a chunk while the device works on the last."""
@@ -419,6 +427,7 @@ class Engine:
             name = f"chunk {part.shape[1]}"
             carry, some = self._run(name, self._chunk, carry, self.floats, self.keys, *batches, *shared, like=(carry, 0))
             rows.append(some)
+            self._tell(rows, first + part.shape[1])
         return carry, jnp.concatenate(rows, axis=1)
 
     def _evaluate_member(self, state: State, batches: Any) -> Any:

@@ -70,7 +70,7 @@ def choose_mode(
     if device.platform != "cpu":
         return "scan", f"an epoch is one program on {device.device_kind}"
     if _convolves(config, data):
-        return "host", "a step is one program: with convolutions it is long enough"
+        return "host", "every step is one program, as the model has convolutions; it is compiled first"
     few = getattr(config.hyper, "T", 0) <= UNROLLED  # many steps written out take minutes to compile, and do not win
     facts = config.as_dict()
     shape = {name: value for name, value in facts["hyper"].items() if not isinstance(value, float)}  # rates cost no time

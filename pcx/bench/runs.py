@@ -153,9 +153,14 @@ def run(
     quick: bool = False,
     report: Report = print,
     on_epoch: Callable[[int, list[dict[str, Any]]], None] = lambda epoch, lines: None,
+    on_step: Callable[[int, int], None] | None = None,
     results: Path | None = None,
 ) -> dict[str, Any]:
-    """Train into a folder, or go on with what it holds; returns the summary, which is also appended to the records."""
+    """Train into a folder, or go on with what it holds; returns the summary, which is also appended to the records.
+
+    ``on_epoch`` is told the epoch and its lines. ``on_step`` is told how many steps of an epoch are done, of how many, where
+    an epoch is not one program.
+    """
     results = results or record.results_file()
     record.check(results)
     with Folder(path) as folder:
@@ -170,6 +175,7 @@ def run(
             report(why)
             folder.start(config, seeds, mode, quick, data.checksum)
         engine = Engine(config, data, seeds, mode)
+        engine.on_step = on_step
         if unreached := engine.unreached():
             report(unreached)
         population, progress, start = engine.prepare().init(), Progress(len(seeds)), 0
