@@ -1,8 +1,10 @@
 """Compiled programs that are kept between runs."""
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from pcx.bench.engine import Engine
 from pcx.bench.tasks import configure
 
 DIGITS = pcx.data.load("digits")
+READS = programs.READS
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def folder(tmp_path, monkeypatch):
     """A folder where programs are kept, and none of JAX's own that a compiler takes from there."""
     monkeypatch.setattr(programs, "keeping", True)
     monkeypatch.setattr(programs, "started", float("inf"))
+    monkeypatch.setattr(programs, "READS", re.compile(rb"(?!)"))  # tests themselves read much
     before = jax.config.values["jax_compilation_cache_dir"], jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -118,15 +122,61 @@ def test_flags_in_a_file_count(folder, monkeypatch, tmp_path):
     assert programs.place({}, ()) != one
 
 
+def clear():
+    programs._here.cache_clear()
+    programs._installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "line", ["os.environ['RATE']", "os.getenv('RATE')", "open('rate')", "Path('rate').read_text()", "np.load('rate.npy')"]
+)
+def test_of_code_that_reads_something_nothing_is_known(folder, monkeypatch, tmp_path, line):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "module_that_reads.py").write_text(f"def rate():\n    return {line}\n")
+    before = programs.place({}, ())
+    __import__("module_that_reads")
+    try:
+        assert programs.place({}, ()) != before
+        monkeypatch.setattr(programs, "READS", READS)
+        others = {name: module for name, module in sys.modules.items() if "/tests/" not in str(getattr(module, "__file__", ""))}
+        monkeypatch.setattr(sys, "modules", others)
+        assert programs.place({}, ()) is None
+        monkeypatch.delitem(others, "module_that_reads")
+        assert programs.place({}, ()) is not None  # nothing of our own reads
+    finally:
+        monkeypatch.undo()
+        del sys.modules["module_that_reads"]
+
+
+def test_a_line_changed_in_an_installed_package_counts(folder, monkeypatch, tmp_path):
+    """In a package that programs are traced with, and in a file that belongs to no package."""
+    paths = sysconfig.get_paths() | dict.fromkeys(("purelib", "platlib"), str(tmp_path))
+    monkeypatch.setattr(programs.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("traced_with", "of_no_package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("RATE = 1\n")
+        monkeypatch.setitem(sys.modules, name, __import__(name))
+    monkeypatch.setattr(programs, "TRACED", ("traced_with",))
+    found = []
+    for name in ("", "traced_with", "of_no_package"):
+        if name:
+            (tmp_path / name / "__init__.py").write_text("RATE = 2  # changed\n")
+        clear()
+        found.append(programs.place({}, ()).file)
+    clear()
+    assert len(set(found)) == 3
+
+
 def test_a_package_installed_again_counts(folder, monkeypatch):
     """Of the same version, with other files."""
     found = []
     for record in ("helper.py,sha256=one,1", "helper.py,sha256=two,1"):
         package = type("Package", (), {"name": "helper", "version": "0.1", "read_text": lambda self, name, r=record: r})()
         monkeypatch.setattr(programs.importlib.metadata, "distributions", lambda package=package: [package])
-        programs._here.cache_clear()
+        clear()
         found.append(programs.place({}, ()))
-    programs._here.cache_clear()
+    clear()
     assert found[0].file != found[1].file
 
 

@@ -3,8 +3,9 @@
 JAX's own cache knows a program by its text, and making the text takes longer than reading what was compiled. Here a program
 is known by all that it is made of: settings, shapes, JAX's configuration, the device, what is installed, and the source of the
 package and of whatever else was loaded from files. What is redefined while a process runs is in no file, so that only the
-command `pcx` keeps programs (`keep`), and a notebook does not; and where files are newer than the process, or were loaded
-while a program was traced, nobody knows what it was made of, and it is not kept.
+command `pcx` keeps programs (`keep`), and a notebook does not; and where files are newer than the process, were loaded while a
+program was traced, or read something themselves (the environment, other files), nobody knows what it was made of, and it is
+not kept.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 import sysconfig
 import threading
@@ -28,6 +30,9 @@ from jax.experimental import serialize_executable
 import pcx
 from pcx.utils import atomic_write
 
+# what models and algorithms, and files of the user's own, may do to become something else than their source says
+READS = re.compile(rb"\benviron\b|\bgetenv\b|\bopen\(|\.read_|\.load\w*\(")
+TRACED = ("jax", "jaxlib", "equinox", "optax")  # installed, but somebody may have changed a line
 ROOM = 2**30  # bytes for all programs; the ones that were used longest ago go first
 keeping = False
 started = time.time() - 5  # files that are newer may differ from what was loaded of them
@@ -133,27 +138,46 @@ def _here() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    installed = hashlib.sha256()
-    for found in sorted(importlib.metadata.distributions(), key=lambda found: f"{found.name} {found.version}"):
-        files = found.read_text("RECORD") or ""  # with a checksum of every file
-        installed.update(f"{found.name} {found.version} {files}".encode())
     kind = device.device_kind, client.platform, client.platform_version, len(jax.devices())
-    return {"device": kind, "processor": processor, "python": sys.version, "installed": installed.hexdigest()}
+    return {"device": kind, "processor": processor, "python": sys.version, "installed": _installed()[0]}
+
+
+@functools.cache
+def _installed() -> tuple[str, frozenset[str]]:
+    """A checksum of all that is installed, and the files that are. Of those that programs are traced with, as they are now."""
+    found, files = hashlib.sha256(), set[str]()
+    for package in sorted(importlib.metadata.distributions(), key=lambda package: f"{package.name} {package.version}"):
+        record = package.read_text("RECORD") or ""  # with a checksum of every file
+        found.update(f"{package.name} {package.version} {record}".encode())
+        files.update(line.split(",")[0] for line in record.splitlines())
+    for name in TRACED:
+        folder = Path(sys.modules[name].__file__ or "").parent if name in sys.modules else Path(os.devnull)
+        for file in sorted(folder.rglob("*.py")):
+            status = file.stat()
+            found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+    return found.hexdigest(), frozenset(files)
 
 
 def _sources() -> str | None:
     """A checksum of the package's files, and of all loaded modules that are no part of an installation.
 
-    None where one of them is newer than this process, which may have loaded what was there before.
+    None where one of them is newer than this process, which may have loaded what was there before, or reads something.
     """
-    own = Path(pcx.__file__).parent
-    installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own, paths = Path(pcx.__file__).parent, sysconfig.get_paths()
+    library = tuple(paths[name] + os.sep for name in ("stdlib", "platstdlib"))
+    packages, installed = {Path(paths[name]) for name in ("purelib", "platlib")}, _installed()[1]
     loaded = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    others = {Path(file) for file in loaded if file.endswith(".py") and not file.startswith(installed)}
-    found = hashlib.sha256()
+    others = set[Path]()
+    for file in map(Path, loaded):
+        inside = [file.relative_to(folder).as_posix() for folder in packages if folder in file.parents]
+        known = installed.intersection(inside) or (not inside and str(file).startswith(library))
+        if file.suffix == ".py" and not known and own not in file.parents:
+            others.add(file)
+    found, changed = hashlib.sha256(), ("models", "algorithms")  # the folders of the package that users add files to
     for file in sorted({*own.rglob("*.py"), *others}):
         with contextlib.suppress(OSError):
-            if max(file.stat().st_mtime, file.stat().st_ctime) > started:
+            content, new = file.read_bytes(), max(file.stat().st_mtime, file.stat().st_ctime) > started
+            if new or ((file in others or file.parent.name in changed) and READS.search(content)):
                 return None
-            found.update(str(file.relative_to(own) if own in file.parents else file).encode() + file.read_bytes())
+            found.update(str(file.relative_to(own) if own in file.parents else file).encode() + content)
     return found.hexdigest()
