@@ -3,8 +3,9 @@
 A float16 has the bits of a tensorfloat32, half its bytes, and twice its speed, but hardly any range. Here the data of every
 sample are multiplied by a power of two that brings the largest to 8…16, and the weights by one that keeps every result below
 2¹⁴, whatever the signs: so nothing overflows, and what is lost are numbers a hundred million times smaller than the largest of
-their sample. Powers of two are taken out again without rounding. What is sent back gets its own, as errors are of another size
-than values; derivatives for the weights are left to the product as it is written.
+their sample; weights of which the largest sum is below a thousandth lose bits too. Powers of two are taken out again without
+rounding. What is sent back gets its own, as errors are of another size than values; derivatives for the weights are left to the
+product as it is written.
 """
 
 import functools
