@@ -395,14 +395,14 @@ def test_sizes_of_axes_that_become_others():
     assert channels._groups((2, 0), (0, 3)) is None
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (2, 1), (3, 1), (4, 1), (7, 1), (4, 2), (5, 2), (8, 3)])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_small_images_are_not_taken_for_kernels(size, pooled):
+def test_small_images_are_not_taken_for_kernels(size, stride, pooled):
     """A compiler that swaps the two turns one of them around, which a CPU then convolves number by number."""
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 4, size, size), (4, 4, 3, 3)]))
 
     def loss(x, w):
-        z = SAME(jnp.tanh(SAME(x, w)), w)
+        z = SAME(jnp.tanh(jax.lax.conv(x, w, (stride, stride), "SAME")), w)
         return jnp.sum((pxnn.max_pool_2x2(z) if pooled else z) ** 2)
 
     program = jax.jit(channels_last(jax.grad(loss, (0, 1)))).lower(x, w).compile()

@@ -180,21 +180,22 @@ def _convolution(eqn: JaxprEqn, operands: list[Laid]) -> list[Laid]:
     arrays = operands[0].to(last(image)), operands[1].to((*kernel[2:], kernel[1], kernel[0]))
     images, kernels = (0, count - 1, *range(1, count - 1)), (count - 1, count - 2, *range(count - 2))
     numbers = jax.lax.ConvDimensionNumbers(images, kernels, images)
-    whole, padding = _small(eqn, *arrays)
-    return [Laid(_bind(eqn, whole, arrays[1], dimension_numbers=numbers, padding=padding), last(result))]
+    whole, changes = _small(eqn, *arrays)
+    return [Laid(_bind(eqn, whole, arrays[1], dimension_numbers=numbers, **changes), last(result))]
 
 
-def _small(eqn: JaxprEqn, image: Any, kernel: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """An image, and the padding that is left; one of fewer pixels than the kernel has, or has without an edge, is padded here.
+def _small(eqn: JaxprEqn, image: Any, kernel: Any) -> tuple[Any, dict[str, Any]]:
+    """An image of fewer pixels than the kernel has, or has without an edge, padded here, and so what is left to a convolution.
 
     A compiler takes such an image for the kernel of the other, which it must turn then, and convolves number by number.
     """
-    pixels, padding, dilation = image.shape[1:-1], tuple(eqn.params["padding"]), eqn.params["lhs_dilation"]
-    few = math.prod(n - 1 for n in pixels) < math.prod(kernel.shape[:-2]) and math.prod(pixels) <= SMALL
-    if not few or set(dilation) != {1}:
-        return image, padding
-    around = [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)]
-    return jax.lax.optimization_barrier(jax.lax.pad(image, jax.numpy.zeros((), image.dtype), around)), ((0, 0),) * len(padding)
+    pixels = image.shape[1:-1]
+    if math.prod(n - 1 for n in pixels) >= math.prod(kernel.shape[:-2]) or math.prod(pixels) > SMALL:
+        return image, {}
+    pairs = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
+    around = [(0, 0, 0), *((low, high, apart - 1) for (low, high), apart in pairs), (0, 0, 0)]
+    padded = jax.lax.pad(image, jax.numpy.zeros((), image.dtype), around)
+    return jax.lax.optimization_barrier(padded), {"padding": ((0, 0),) * len(pixels), "lhs_dilation": (1,) * len(pixels)}
 
 
 def _without(order: Order, axes: Iterable[Any]) -> Order:
