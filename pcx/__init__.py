@@ -1,12 +1,12 @@
 """PCX: predictive coding networks on JAX, as one pure function, with the paper's imperative surface on top."""
 
-import os
-import signal
-import sys
+import os as _os
+import signal as _signal
+import sys as _sys
 
-if os.path.basename((sys.argv or [""])[0]) == "pcx" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if _os.path.basename((_sys.argv or [""])[0]) == "pcx" and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     # the command: until it takes over, Ctrl-C ends it without a traceback
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped\n"), os._exit(130)))
+    _signal.signal(_signal.SIGINT, lambda *_: (_os.write(2, b"stopped\n"), _os._exit(130)))
 
 from pcx import algorithms as algorithms
 from pcx import functional as functional

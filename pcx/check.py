@@ -229,6 +229,7 @@ def _declarations(module: Any) -> None:
     for variant, hyper in module.VARIANTS.items():
         if not isinstance(hyper, module.Hyper):
             raise CheckFailed(f"{name}: {variant} is of type {type(hyper).__name__}; VARIANTS holds settings, such as Hyper().")
+        _settings_of(f"{name}: {variant}", hyper)
         for key in module.SEARCH:
             if not hasattr(hyper, key):
                 raise CheckFailed(f"{name}: {variant}: SEARCH names {key}, which is no setting of Hyper.")
@@ -237,6 +238,19 @@ def _declarations(module: Any) -> None:
             raise CheckFailed(f"{name}: EQUILIBRIUM names {variant}, which is none of {', '.join(module.VARIANTS)}.")
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise CheckFailed(f"{name}: EQUILIBRIUM of {variant} is {entry!r}; it is (settings, function of them).")
+
+
+def _settings_of(label: str, hyper: Any) -> None:
+    """Numbers that may be tuned are floats, and what shapes the program is static."""
+    for field in dataclasses.fields(hyper) if dataclasses.is_dataclass(hyper) else ():
+        value, name = getattr(hyper, field.name), field.name
+        if field.metadata.get("static", False):
+            continue
+        if name == "T":
+            raise CheckFailed(f"{label}: T is not static; it shapes the program: T: int = eqx.field(static=True, default=8).")
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            way_out = f"write {float(value)}, or make it an eqx.field(static=True) if it shapes the program"
+            raise CheckFailed(f"{label}: {name} is {value}, a whole number that is not static; {way_out}.")
 
 
 @contextlib.contextmanager

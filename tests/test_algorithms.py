@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -270,7 +271,17 @@ def remembers(kept):
     return change
 
 
+class WholeRate(pc.Hyper):
+    scale: Any = 1
+
+
+class TracedSteps(pc.Hyper):
+    T: Any = 8
+
+
 BROKEN = [
+    ({"Hyper": WholeRate, "VARIANTS": {"pc_se": WholeRate()}}, ["pc_se: scale is 1, a whole number", r"write 1\.0, or"]),
+    ({"Hyper": TracedSteps, "VARIANTS": {"pc_se": TracedSteps()}}, ["pc_se: T is not static", r"eqx\.field\(static=True"]),
     ({"VARIANTS": {}}, ["VARIANTS is {}", "at least one"]),
     ({"VARIANTS": ["pc_se"]}, ["VARIANTS is", "maps"]),
     ({"VARIANTS": {"pc_se": {"T": 8}}}, ["pc_se is of type dict", r"Hyper\(\)"]),

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import go_to_an_empty_place, run_command
 
 import pcx.algorithms
 import pcx.data
-from pcx.bench import cli, modes, runs, script
+from pcx.bench import cli, modes, record, runs, script
 from pcx.bench.folder import RunError
 
 COLUMNS = "dataset,model,algorithm,metric,paper,final_mean,final_std,best_mean,seeds"
@@ -99,11 +100,13 @@ def test_the_version_is_that_of_the_package():
         (["digits/mlp", "-a", "bp_se", "--set", "T=3"], ["'T'", "bp_se"]),
         (["digits/mlp", "-a", "pc_se", "--set", "T=2.5"], ["T is '2.5'", "whole number"]),
         (["digits/mlp", "-a", "pc_se", "--set", "lr_h=fast"], ["lr_h is 'fast'", "a number"]),
-        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=-1"], ["lr_h is -1.0", "at least zero"]),
         (["digits/mlp", "-a", "pc_se", "--set", "lr_h=nan"], ["lr_h is nan"]),
         (["digits/mlp", "-a", "pc_se", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
         (["digits/mlp", "-a", "mcpc", "--set", "momentum_h=1.5"], ["momentum_h is 1.5", "at most 1"]),
-        (["digits/mlp", "-a", "pc_se", "--set", "T=-1"], ["T is -1"]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=abc"], ["lr_h is 'abc'; it takes a number, such as 0.011."]),
+        (["digits/mlp", "-a", "pc_se", "--set", "T=-1"], ["T is -1; it is a whole number of at least zero."]),
+        (["digits/mlp", "-a", "ipc", "--set", "T=0"], ["T is 0; it is a whole number above zero."]),
+        (["digits/mlp", "-a", "pc_se", "--set", "lr_h=-1"], ["lr_h is -1.0; it is a finite number of at least zero."]),
         (["iris/mlp", "-a", "pc_se", "--set", "batch=4", "augmentation=crop4_flip"], ["iris has rows of numbers, not images"]),
         (["digits/mlp", "-a", "pc_se", "--out", "/proc/none"], ["/proc/none cannot be the folder of a run", "--out"]),
         (["digits/mlp", "-a", "pn", "--set", "beta=0"], ["beta is 0.0", "above zero"]),
@@ -252,16 +255,19 @@ def test_every_seed_diverged_is_a_failure(monkeypatch):
     assert run_command("run", "digits/mlp", "-a", "bp_se", "--seeds", "3")[0] == 0  # the third went on
 
 
-def test_an_interrupt_before_the_first_epoch_says_what_to_do(monkeypatch):
+def test_an_interrupt_before_the_first_epoch_says_what_to_do(monkeypatch, tmp_path):
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pcx.bench.modes.use_compilation_cache", lambda: None)
     monkeypatch.setattr(runs, "run", interrupted)
+    monkeypatch.chdir(tmp_path)
     code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "here")
-    assert code == 130
-    assert "the same command goes on" in err
-    assert "here" in err
+    assert (code, err) == (130, "stopped at once; there was no checkpoint yet, so it begins anew\n")
+    Path("here").mkdir()
+    Path("here/checkpoint.safetensors").touch()
+    code, _, err = run_command("run", "digits/mlp", "-a", "bp_se", "--out", "here")
+    assert (code, err) == (130, "stopped at once; the same command goes on from the last checkpoint in here\n")
 
 
 def test_a_run_error_is_one_sentence(monkeypatch):
@@ -326,7 +332,24 @@ def test_data_that_cannot_be_fetched_is_one_sentence():
     code, out, err = process("data", "get", "mnits")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert "mnist" in err
+    assert "; near: mnist, " in err
+
+
+def test_damaged_data_are_not_called_absent(tmp_path):
+    """An archive that is cut off is damaged; one with arrays that do not fit cannot be used."""
+    (tmp_path / "pcx_data").mkdir()
+    images, labels = np.zeros((4, 2, 2), np.uint8), np.arange(4)
+    arrays = {"train_images": images, "train_labels": labels, "test_images": images, "test_labels": labels}
+    np.savez(tmp_path / "pcx_data" / "whole.npz", **arrays)
+    (tmp_path / "pcx_data" / "torn.npz").write_bytes((tmp_path / "pcx_data" / "whole.npz").read_bytes()[:-40])
+    np.savez(tmp_path / "pcx_data" / "odd.npz", **arrays | {"train_labels": labels / 2})
+    code, out, err = process("data")
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert re.match(r"whole +here ", rows["whole"])
+    assert re.match(r"torn +damaged .*torn\.npz", rows["torn"])
+    assert re.match(r"odd +unusable .*odd\.npz: train_labels has dtype float64", rows["odd"])
+    assert re.match(r"mnist +not here ", rows["mnist"])
 
 
 # --- tables
@@ -441,6 +464,32 @@ def test_the_file_of_records_can_be_chosen(monkeypatch):
     assert cell(table(), dataset="mnist", algorithm="pc_se")["final_mean"] == ""
     monkeypatch.setenv("PCX_RESULTS", "mine/file.jsonl")
     assert cell(table(), dataset="mnist", algorithm="pc_se")["final_mean"] == "90"
+
+
+def test_a_file_of_records_that_is_not_there_yet_is_one_line(monkeypatch):
+    """Not an error, also where it was named by the environment; tables of the paper's figures alone need no records."""
+    for name, file in (("accuracy", "records.jsonl"), ("timing", "speed.jsonl")):
+        for folder in ("results", "mine"):
+            if folder == "mine":
+                monkeypatch.setenv("PCX_RESULTS", "mine/records.jsonl")
+            code, out, err = run_command("table", name)
+            assert (code, err) == (0, f"there are no records in {folder}/{file} yet\n")
+            assert "not run" in out
+        monkeypatch.delenv("PCX_RESULTS")
+    assert run_command("table", "sampling")[2] == ""
+    write(made(final=[0.9], best=[0.9]))
+    assert run_command("table", "accuracy")[2] == ""
+
+
+def test_quick_timings_that_are_left_out_are_counted():
+    """Those of cells that nothing else was timed of."""
+    write(timed(0.5), timed(0.4, quick=True), timed(0.3, "bp_se", quick=True), path="results/speed.jsonl")
+    code, out, err = run_command("table", "timing", "-f", "csv")
+    assert (code, err) == (0, "1 quick record is not shown\n")
+    assert len(out.splitlines()) == 1 + 8
+    population = timed(0.2, quick=True, what="population")
+    write(timed(0.4, quick=True), timed(0.3, "bp_se", quick=True), population, path="results/speed.jsonl")
+    assert run_command("table", "timing")[2] == "2 quick records are not shown\n"
 
 
 def test_text_and_markdown_say_the_same():
@@ -626,6 +675,15 @@ def test_a_table_can_be_run_by_one_algorithm(started):
 # --- caches and progress
 
 
+def test_time_left_is_in_seconds_below_a_minute():
+    assert [record.time_left(s) for s in (0.2, 42.4, 59.6, 150.0)] == [
+        "about 0 seconds left",
+        "about 42 seconds left",
+        "about 1.0 minutes left",
+        "about 2.5 minutes left",
+    ]
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch):
     """One that was asked for is refused before anything is measured; without the platform's own nothing is kept."""
     brief = ("run", "digits/mlp", "-a", "bp_se", "--epochs", "1", "--set", "width=8", "train_limit=200")
@@ -704,6 +762,24 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
     command = [sys.executable, "-c", heard, sys.executable, str(tmp_path / "pcx")]  # also where the tests ignore interrupts
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize("how", ["raise KeyboardInterrupt", "raise SystemExit(130)"])
+def test_the_process_ends_at_once_after_an_interrupt(tmp_path, how):
+    """What still runs is not waited for, nor taken apart under its feet; what was said is not lost."""
+    program = f"""
+import atexit, sys, threading, time, types
+def run():
+    print("said", end="")
+    {how}
+sys.modules["pcx.bench.cli"] = types.SimpleNamespace(main=run)
+atexit.register(print, "taken apart")
+threading.Thread(target=time.sleep, args=(600,)).start()
+from pcx.bench import script
+script.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "said")
 
 
 def test_the_command_is_the_one_that_says_so():

@@ -1,9 +1,11 @@
 """The tutorials run, and what they say holds: numbers that mean something, in smaller sizes than the scripts use."""
 
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
+from helpers import go_to_an_empty_place
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -74,3 +76,29 @@ def test_own_algorithm():
     assert result["otherwise"] > 1e-5
     assert result["fade_in"] > 0.9
     assert result["pc_se"] > 0.9
+
+
+def test_demo_shows_the_papers_figures_where_there_are_some():
+    """Ours and the paper's with their epochs; digits has no column that is empty."""
+    import demo
+
+    ours = dict.fromkeys(("pc_ce", "pc_se", "pn", "nn", "cn", "ipc", "bp_ce", "bp_se"), (97.654, 0.03125))
+    head, _, pc_se, *rest = demo.table("mnist", 4, ours).splitlines()
+    assert re.split(" {2,}", head) == ["algorithm", "ours (4 epochs)", "paper (25 epochs)", "s/epoch"]
+    assert pc_se.split() == ["pc_se", "97.65", "98.26", "0.031"]  # Table 1
+    assert len(rest) == 6
+    head, first, *_ = demo.table("digits", 25, ours).splitlines()
+    assert re.split(" {2,}", head) == ["algorithm", "ours (25 epochs)", "s/epoch"]
+    assert first.split() == ["pc_ce", "97.65", "0.031"]
+    assert "ours (1 epoch) " in demo.table("digits", 1, ours)
+
+
+def test_demo_says_how_to_get_mnist(monkeypatch, tmp_path, capsys):
+    import demo
+
+    go_to_an_empty_place(monkeypatch, tmp_path)
+    assert demo.best_data_set() == "digits"
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    assert "digits are used" in out
+    assert "pcx data get mnist" in out

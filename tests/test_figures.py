@@ -85,11 +85,15 @@ def test_depth_draws_ours_and_the_papers():
     assert paper.get_linewidth() < ours.get_linewidth()
 
 
-def test_depth_has_all_panels_and_algorithms_without_a_record():
-    """Three panels of eight colours; only the paper's figures, in their places."""
-    figure, text = figures.depth([])
+def test_depth_has_all_panels_and_algorithms_with_one_record():
+    """Three panels of eight colours; the paper's figures in their places, and what is missing by name."""
+    figure, text = figures.depth([made("cifar10/vgg5", "ipc", [0.5])])
     assert [axes.get_title() for axes in figure.axes] == ["CIFAR-10", "CIFAR-100", "Tiny ImageNet"]
-    assert text == ["0 of 96 cells drawn, 96 missing"]
+    rest = ", ".join(algorithm for algorithm in accuracy.ALGORITHMS if algorithm != "ipc")
+    assert text[:2] == ["cifar10/vgg5: ipc 50.00 (1 seed)", f"missing: cifar10/vgg5 by {rest}"]
+    others = [f"{d}/{m}" for d in ("cifar10", "cifar100", "tinyimagenet") for m in ("vgg5", "vgg7", "vgg9", "resnet18")][1:]
+    assert text[2:-1] == [f"missing: {task} by {', '.join(accuracy.ALGORITHMS)}" for task in others]
+    assert text[-1] == "1 of 96 cells drawn, 95 missing"
     for axes, dataset in zip(figure.axes, ("cifar10", "cifar100", "tinyimagenet"), strict=True):
         assert [label.get_text() for label in axes.get_xticklabels()] == ["VGG-5", "VGG-7", "VGG-9", "ResNet-18"]
         dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
@@ -97,7 +101,8 @@ def test_depth_has_all_panels_and_algorithms_without_a_record():
         for i, line in enumerate(dashed):
             models = ("vgg5", "vgg7", "vgg9", "resnet18")
             assert line.get_ydata().tolist() == [accuracy.PAPER[model, dataset]["top1"][i][0] for model in models]
-        assert all(np.isnan(bars.lines[0].get_ydata()).all() for bars in axes.containers)
+        drawn = [bars.get_label() for bars in axes.containers if not np.isnan(bars.lines[0].get_ydata()).all()]
+        assert drawn == (["ipc"] if dataset == "cifar10" else [])
 
 
 def test_depth_takes_the_records_of_the_table():
@@ -123,7 +128,10 @@ def test_depth_from_the_command(monkeypatch):
     write(*vgg5, made("tinyimagenet/vgg7", "nn", [0.3]), made("mnist/mlp", "nn", [0.98]), path="mine/file.jsonl")
     code, out, err = run_command("figure", "depth")
     assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    told = out.splitlines()
+    assert len([line for line in told if line.startswith("missing: ")]) == 12
+    assert "missing: cifar10/vgg5 by pc_ce, pn, nn, cn, ipc, bp_ce" in told
+    assert [line for line in told if not line.startswith("missing: ")] == [
         "cifar10/vgg5: pc_se 88.00 (1 seed), bp_se 91.00 (2 seeds)",
         "tinyimagenet/vgg7: nn 30.00 (1 seed)",
         "3 of 96 cells drawn, 93 missing",
@@ -252,6 +260,7 @@ def test_the_documented_commands_are_the_four_runs(monkeypatch):
         (["skpi"], "there is no figure 'skpi'; near: skip."),
         (["depth", "--out", "picture"], "--out is 'picture'; a figure is a .png file."),
         (["depth", "--results", "none.jsonl"], "there is no file none.jsonl; --results names a file of records."),
+        (["depth"], "no record of a cell of the figure; make one with: pcx run cifar10/vgg5 -a pc_se"),
         (
             ["skip"],
             "no record of cifar10/vgg19 by pc_se; make one with: "

@@ -112,7 +112,11 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"train_images": np.zeros((60, 8, 8, 3), np.uint8)}, "channels last; give images.transpose(0, 3, 1, 2)"),
         ({"train_images": np.zeros((60, 3, 8, 8), np.int64)}, "train_images has dtype int64; give uint8 from 0 to 255"),
         ({"train_images": np.zeros((60, 3, 9, 9), np.uint8)}, "uint8 of shape (3, 9, 9) in train and uint8 of shape (3, 8, 8)"),
-        ({"train_images": np.zeros((0, 3, 8, 8), np.uint8)}, "train_images has shape (0, 3, 8, 8)"),
+        ({"train_images": np.zeros((0, 3, 8, 8), np.uint8)}, "train_images has no images: its shape is (0, 3, 8, 8)"),
+        ({"test_images": np.zeros((0, 3, 8, 8), np.uint8)}, "test_images has no images: its shape is (0, 3, 8, 8)"),
+        ({"test_labels": np.r_[7, 5, np.zeros(18, int)]}, "test_labels has 5, 7, but train_labels has not; train on every"),
+        ({"test_labels": np.arange(20)}, "test_labels has 4, 5, 6, 7, 8 …, but train_labels has not"),
+        ({"train_images": np.array([np.zeros(2), np.zeros(3)], object)}, "holds arrays of Python objects; give arrays of num"),
         ({"test_images": np.full((20, 3, 8, 8), np.nan)}, "test_images has numbers that are not finite"),
         ({"test_labels": np.zeros(3, int)}, "test_labels has dtype int64 and shape (3,) for 20 images"),
         ({"test_labels": np.zeros(20)}, "test_labels has dtype float64 and shape (20,) for 20 images"),
@@ -132,7 +136,7 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(folder, changes, reason):
     assert reason in error
     assert not out
     (status,) = (status for status in pcx.data.status() if status.name == "leaves")
-    assert not status.present
+    assert (status.present, status.state, status.folder) == (False, "unusable", folder)
     assert reason in status.reason
 
 
@@ -157,9 +161,11 @@ CONTENTS = [b"", b"not a zip file", b"PK\x03\x04 half of one", one_array(), dama
 @pytest.mark.parametrize("content", CONTENTS, ids=range(len(CONTENTS)))
 def test_a_file_that_is_no_archive_is_refused(folder, content):
     (folder / "leaves.npz").write_bytes(content)
-    assert not next(status for status in pcx.data.status() if status.name == "leaves").present
-    with pytest.raises(pcx.data.DataError, match=r"leaves\.npz is no file of numpy\.savez"):
+    status = next(status for status in pcx.data.status() if status.name == "leaves")
+    assert (status.present, status.state) == (False, "damaged")
+    with pytest.raises(pcx.data.DataError, match=r"leaves\.npz is no file of numpy\.savez") as caught:
         pcx.data.load("leaves")
+    assert "pickle" not in str(caught.value)  # nobody should trust a damaged file
 
 
 def test_own_files_never_hide_a_known_set_and_are_not_downloaded(folder):

@@ -50,6 +50,14 @@ def test_public_names(name):
     assert public_names(sys.modules[name]) == set(PUBLIC[name].split())
 
 
+def test_the_package_shows_nothing_of_others():
+    """What `dir(pcx)` offers is its own: `pcx.os` would be the standard library's."""
+    code = "import inspect, pcx; print([m.__name__ for n, m in vars(pcx).items() if inspect.ismodule(m) and n[0] != '_'])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "pcx.nn" in shown
+    assert [name for name in ast.literal_eval(shown) if not name.startswith("pcx.")] == []
+
+
 # A module may import those of earlier ranks. The imperative surface comes last: nothing in the library imports it, except the
 # package itself, which shows its two classes.
 RANKS = [

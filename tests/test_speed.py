@@ -12,6 +12,7 @@ import pytest
 from helpers import go_to_an_empty_place, run_command
 
 import pcx
+import pcx.data
 from pcx.bench import record, scaling, speed
 from pcx.bench.configs import timing
 from pcx.bench.tasks import build_model, pipeline
@@ -127,6 +128,7 @@ def test_quick_writes_complete_records():
     assert re.search(r"fashionmnist/mlp +pc_se +5 +tf32 ", out)
     table = run_command("table", "timing")[1]
     assert table.count("not run") == 8  # quick records are not shown
+    assert run_command("table", "timing")[2] == "2 quick records are not shown\n"
 
 
 def test_a_whole_cell_also_runs_uncompiled(monkeypatch):
@@ -214,7 +216,24 @@ def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, arguments, parts)
 def test_missing_data_is_refused_with_the_remedy():
     code, out, err = bench("speed", "--rows", "vgg5")
     assert (code, out) == (2, "")
-    assert re.search(r"error: cifar100 is not here.*--random\.$", err)
+    assert re.fullmatch(r"error: cifar100 is not here.*--random\.\n", err)
+
+
+def test_the_data_of_all_rows_are_looked_for_before_the_first_is_timed(monkeypatch, tmp_path):
+    """Nothing is loaded or timed where the second row's data are missing, and random images need none."""
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        path = tmp_path / "pcx_data" / "fashionmnist" / f"{name}-ubyte"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"here, whatever it holds")
+    monkeypatch.setattr(pcx.data, "load", lambda name: pytest.fail(f"{name} was loaded"))
+    monkeypatch.setattr(speed, "_time_cell", lambda *_: {"seconds": speed.summary([0.5]), "compile_seconds": {}})
+    code, out, err = bench("speed", "--rows", "mlp,alexnet")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: cifar10 is not here.*--random\.\n", err)
+    assert not Path("results").exists()
+    said: list[str] = []
+    speed.speed(["mlp", "alexnet"], "tf32", 1, True, True, Path("made.jsonl"), said.append)
+    assert [found["dataset"] for found in lines("made.jsonl")] == ["fashionmnist"] * 2 + ["cifar10"] * 2
 
 
 def test_backpropagation_beside_float16_is_that_of_tf32(tmp_path):

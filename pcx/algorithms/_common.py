@@ -104,7 +104,8 @@ def check_positive(hyper: Any, *names: str, allow_zero: bool = True, most: float
         if isinstance(value, jax.core.Tracer) or jnp.ndim(value) > 0:
             continue
         if not (value >= 0 if allow_zero else value > 0) or value == float("inf"):
-            raise ModelError(f"{name} is {value}; it is a finite number {'of at least' if allow_zero else 'above'} zero.")
+            kind = "whole" if isinstance(getattr(type(hyper), name, value), int) else "finite"
+            raise ModelError(f"{name} is {value}; it is a {kind} number {'of at least' if allow_zero else 'above'} zero.")
         if value > most:
             raise ModelError(f"{name} is {value}; it is at most {most}.")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import pcx
-from pcx.bench.cli_bench import ALGORITHMS, Algorithm, bench_app, check_folder, fail, path_of
+from pcx.bench.cli_bench import ALGORITHMS, Algorithm, bench_app, check_folder, fail, path_of, say
 from pcx.bench.cli_figure import FIGURE_HELP, figure
 from pcx.bench.cli_search import SEARCH_HELP, search
 from pcx.bench.cli_study import STUDY_HELP, study
@@ -104,11 +104,14 @@ def run_cell(task: str, algorithm: str, seeds: int, settings: dict[str, Any], ou
         data = pcx.data.load(config.dataset)
         show = Bar(config.epochs, f"{task} {algorithm}")
         with show:
-            summary = runs.run(config, data, list(range(seeds)), path, quick=quick, report=show.say, on_epoch=show.epoch)
+            told: dict[str, Any] = {"report": show.say, "on_epoch": show.epoch, "on_step": show.step}
+            summary = runs.run(config, data, list(range(seeds)), path, quick=quick, **told)
     except (pcx.data.DataError, RunError, ValueError, OSError) as error:
         raise fail(error) from None
     except (runs.Stopped, KeyboardInterrupt) as stop:
-        print(str(stop) or f"stopped at once; the same command goes on from the last checkpoint in {path}", file=sys.stderr)
+        kept = f"the same command goes on from the last checkpoint in {path}"
+        kept = kept if (path / "checkpoint.safetensors").exists() else "there was no checkpoint yet, so it begins anew"
+        print(str(stop) or f"stopped at once; {kept}", file=sys.stderr)
         raise typer.Exit(130) from None
     final, best = summary["final"]["test_top1"], summary["best"]["test_top1"]
     spread = f" ± {100 * final['std']:.2f}" if seeds > 1 else ""
@@ -157,7 +160,7 @@ def run_table(table: str, algorithm: str | None, seeds: int, settings: dict[str,
     for done, row in enumerate(sorted(possible, key=cost)):
         if done:
             left = (time.monotonic() - start) / done * (len(possible) - done)
-            print(f"{done} of {len(possible)} done, about {left / 60:.0f} minutes left")
+            print(f"{done} of {len(possible)} done, {record.time_left(left)}")
         try:
             run_cell(f"{row.dataset}/{row.model}", row.algorithm, seeds, settings, None, quick)
         except typer.Exit as stop:
@@ -211,6 +214,10 @@ class Bar:
         if self.bar is not None:
             self.bar.update(self.task, completed=number, note=note)
 
+    def step(self, done: int, steps: int) -> None:
+        if done < steps:
+            self.note(f"step {done} of {steps}")
+
     def epoch(self, number: int, lines: list[dict[str, Any]]) -> None:
         going = [line for line in lines if line.get("stopped", {}).get("reason") != "diverged"]
         mean = {m: sum(line[m] for line in going) / len(going) for m in ("train_loss", "test_top1")} if going else {}
@@ -242,7 +249,7 @@ def table(
     """
     from pcx.bench import record, speed
     from pcx.bench.config import ConfigError
-    from pcx.bench.tables import FORMATS, rows_of
+    from pcx.bench.tables import FORMATS, only_quick, rows_of
 
     if format_ not in FORMATS:
         raise fail(f"--format is {format_!r}; use {', '.join(FORMATS)}.")
@@ -250,10 +257,16 @@ def table(
         raise fail(f"there is no file {records}; --records names a file of records.")
     try:
         default, needed = (speed.file("speed.jsonl"), record.SPEED) if name == "timing" else (record.results_file(), record.RUN)
-        rows = rows_of(name, record.read(records or default, needed))
+        path = records or default
+        found = record.read(path, needed)
+        rows = rows_of(name, found)
     except (ConfigError, ValueError, OSError) as error:
         raise fail(error) from None
     print(FORMATS[format_](rows).rstrip("\n"))
+    if name in ("accuracy", "timing") and not path.exists():
+        say(f"there are no records in {path} yet")
+    if name == "timing" and (count := only_quick(found)):
+        say(f"{count} quick record{'s are' if count > 1 else ' is'} not shown")
 
 
 @data_app.callback()
@@ -267,7 +280,7 @@ def data(context: typer.Context) -> None:
     for status in pcx.data.status():
         splits = ", ".join(f"{name} {count:,}" for name, count in status.splits.items())
         size = f"{status.bytes / 2**20:,.0f} MiB" if status.bytes else ""
-        print(f"{status.name:<13} {'here' if status.present else 'not here':<9} {size:>9}  {splits or status.reason}")
+        print(f"{status.name:<13} {status.state:<9} {size:>9}  {splits or status.reason}")
         places |= dict.fromkeys(place.parent for place in status.places)
     print("looked in: " + ", ".join(map(str, places)))
 

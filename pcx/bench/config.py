@@ -101,7 +101,8 @@ def _convert(name: str, text: Any, present: Any) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return type(present)(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"{name} is {text!r}; it takes {_describe(present)}, such as {present}.") from None
+        example = f"{present:.2g}" if isinstance(present, float) else present
+        raise ConfigError(f"{name} is {text!r}; it takes {_describe(present)}, such as {example}.") from None
 
 
 def _describe(value: Any) -> str:

@@ -22,6 +22,8 @@ MODELS = {"vgg5": "VGG-5", "vgg7": "VGG-7", "vgg9": "VGG-9", "resnet18": "ResNet
 def depth(records: Sequence[Record]) -> Drawn:
     """Test accuracy against the depth of the model, a panel per data set and a colour per algorithm: the paper's Figure 2."""
     rows = {(row.dataset, row.model, row.algorithm): row for row in rows_of("accuracy", list(records)) if row.metric == "top1"}
+    if all(rows[cell].final_mean is None for cell in itertools.product(DATASETS, MODELS, accuracy.ALGORITHMS)):
+        raise ConfigError("no record of a cell of the figure; make one with: pcx run cifar10/vgg5 -a pc_se")
     figure, (panels,) = new_figure(len(DATASETS))
     for axes, (dataset, title) in zip(panels, DATASETS.items(), strict=True):
         for i, algorithm in enumerate(accuracy.ALGORITHMS):
@@ -44,15 +46,17 @@ def depth(records: Sequence[Record]) -> Drawn:
 
 
 def _shown_in_depth(rows: dict[tuple[str, str, str], Any]) -> list[str]:
-    """A line per task that has records, and the count."""
-    text, drawn = [], 0
+    """A line per task with what it has, then one with what it lacks, and the count."""
+    text, missing, drawn = [], [], 0
     for dataset, model in itertools.product(DATASETS, MODELS):
         mine = [rows[dataset, model, algorithm] for algorithm in accuracy.ALGORITHMS]
         known = [f"{r.algorithm} {r.final_mean:.2f} ({_count(r.seeds)})" for r in mine if r.final_mean is not None]
+        lacks = [r.algorithm for r in mine if r.final_mean is None]
         text += [f"{dataset}/{model}: {', '.join(known)}"] if known else []
+        missing += [f"missing: {dataset}/{model} by {', '.join(lacks)}"] if lacks else []
         drawn += len(known)
     total = len(DATASETS) * len(MODELS) * len(accuracy.ALGORITHMS)
-    return [*text, f"{drawn} of {total} cells drawn, {total - drawn} missing"]
+    return [*text, *missing, f"{drawn} of {total} cells drawn, {total - drawn} missing"]
 
 
 def _count(seeds: int) -> str:

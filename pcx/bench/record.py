@@ -120,6 +120,11 @@ def check(path: Path, needed: tuple[str, ...] = RUN) -> None:
         raise ValueError(f"{path}, the file of records, cannot be written ({reason}); give another one.") from None
 
 
+def time_left(seconds: float) -> str:
+    """In words how long the rest takes: minutes, or seconds where it is less than one."""
+    return f"about {seconds:.0f} seconds left" if seconds < 59.5 else f"about {seconds / 60:.1f} minutes left"
+
+
 def way_of(point: dict[str, Any]) -> str:
     """In words how equal layers were computed."""
     return "one kernel" if point.get("kernel") else "stacked" if point["stacked"] else "not stacked"

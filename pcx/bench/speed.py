@@ -56,13 +56,27 @@ def config_of(row: str, algorithm: str, **changes: Any) -> Config:
     return configure(timing.ROWS[row], algorithm, **(timing.SETTINGS[model, dataset, algorithm] | changes))
 
 
+@contextlib.contextmanager
+def _or_random() -> Iterator[None]:
+    """Where data are missing, the other way out is said too."""
+    try:
+        yield
+    except pcx.data.DataError as error:
+        raise ConfigError(f"{str(error).rstrip('.')}, or time random images with --random.") from None
+
+
+def look_for_data(configs: Sequence[Config]) -> None:
+    """Refuse rows whose data are not here; nothing is read."""
+    with _or_random():
+        for name in dict.fromkeys(config.dataset for config in configs):
+            pcx.data.look_for(name)
+
+
 def data_of(name: str, random: bool, limit: int | None = None) -> DataSet:
     """A data set, or with ``random`` random images of its number and shape."""
     if not random:
-        try:
+        with _or_random():
             return pcx.data.load(name)
-        except pcx.data.DataError as error:
-            raise ConfigError(f"{str(error).rstrip('.')}, or time random images with --random.") from None
     if name not in IMAGES:
         raise ConfigError(f"--random knows the shapes of {', '.join(IMAGES)}, but not of {name!r}.")
     (count, *shape), classes = IMAGES[name]
@@ -86,7 +100,7 @@ def speed(
     uncompiled: bool = True,
     algorithms: Sequence[str] = ALGORITHMS,
 ) -> list[dict[str, Any]]:
-    """Time PC and BP on each row; every record is written as soon as it is there."""
+    """Time PC and BP on each row, once the data of all are found; every record is written as soon as it is there."""
     epochs = _epochs(epochs, quick)
     for name in algorithms:
         if name not in ALGORITHMS:
@@ -97,6 +111,8 @@ def speed(
         raise ConfigError(f"--rows names no row; there are {', '.join(timing.ROWS)}.")
     changes = {"precision": precision, "epochs": epochs + 1, "train_limit": QUICK_IMAGES if quick else 0}
     configs = [config_of(row, algorithm, **changes) for row in rows for algorithm in algorithms]
+    if not random:
+        look_for_data(configs)
     records = []
     for config in configs:
         title = f"{config.task} by {config.algorithm} in {precision}"

@@ -146,8 +146,8 @@ def run(
         summary = runs.summarise(config, seeds, lines, engine.mode, quick)
         names = {"study": point.study, "setting": STUDIES[point.study].setting, "value": point.value, "own": point.own}
         record.append(path, names | summary)
-        minutes = (time.monotonic() - start) / (done + 1) * (len(left) - done - 1) / 60
-        say(f"{point.text}: {result(summary)} ({before + done + 1} of {len(points)}, about {minutes:.1f} minutes left)")
+        seconds = (time.monotonic() - start) / (done + 1) * (len(left) - done - 1)
+        say(f"{point.text}: {result(summary)} ({before + done + 1} of {len(points)}, {record.time_left(seconds)})")
         move(before + done + 1, "")
 
 
@@ -179,10 +179,10 @@ def lines_of(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     return {line: sorted(found, key=lambda r: r["value"]) for line, found in lines.items()}
 
 
-def best(line: Sequence[Record]) -> list[Record]:
-    """The records with the best validation accuracy among those that did not diverge."""
-    scores = [-1.0 if found["diverged"] else found["final"]["validation_top1"]["mean"] for found in line]
-    return [found for found, score in zip(line, scores, strict=True) if score == max(scores) >= 0]
+def best(line: Sequence[Record]) -> Record | None:
+    """The record with the best validation accuracy among those that did not diverge, the first of equal ones."""
+    going = [found for found in line if not found["diverged"]]
+    return max(going, key=lambda found: found["final"]["validation_top1"]["mean"], default=None)
 
 
 def as_text(records: Sequence[Record]) -> str:
@@ -191,7 +191,7 @@ def as_text(records: Sequence[Record]) -> str:
     for (task, algorithm), line in lines_of(records).items():
         for found in line:
             scores = [f"{100 * found['final'][f'{split}_top1']['mean']:.2f}" for split in ("test", "validation")]
-            notes = {"best on validation": found in best(line), "own": found["own"], "diverged": bool(found["diverged"])}
+            notes = {"best on validation": found is best(line), "own": found["own"], "diverged": bool(found["diverged"])}
             marks = ", ".join(note for note, holds in notes.items() if holds)
             cells.append([task, algorithm, short(found["value"]), *scores, marks])
     return aligned(cells)

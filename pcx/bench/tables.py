@@ -123,6 +123,13 @@ def _timed(records: list[dict[str, Any]], dataset: str, model: str, algorithm: s
     return {precision: newest[precision] for precision in sorted(newest, key=list(PRECISIONS).index)}
 
 
+def only_quick(records: list[dict[str, Any]]) -> int:
+    """How many quick records are of cells of the timing table that have no other record."""
+    cells = [((r["dataset"], r["model"], r["algorithm"]), r["quick"]) for r in records if r["what"] == "speed"]
+    shown = {cell for cell, quick in cells if not quick}
+    return sum(cell not in shown for cell, _ in cells)
+
+
 def _generative(records: list[dict[str, Any]]) -> list[Row]:
     return [
         Row(dataset, model, algorithm, generative.METRIC, paper, None, None, None, None)

@@ -13,6 +13,7 @@ from pcx.data import augment as augment
 from pcx.data._load import VALIDATION_SEED as VALIDATION_SEED
 from pcx.data._load import fetch as fetch
 from pcx.data._load import load as load
+from pcx.data._load import look_for as look_for
 from pcx.data._load import names as names
 from pcx.data._load import split_validation as split_validation
 from pcx.data._load import status as status

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from pcx._types import near
 from pcx.data import cache, embedded, formats, own, store
-from pcx.data._types import DataError, DataSet, Decoded, Split, Status
+from pcx.data._types import DamagedError, DataError, DataSet, Decoded, Split, Status
 from pcx.data.download import fetch_source
 from pcx.data.sources import EMBEDDED, NAMES, SOURCES, Source
 
@@ -28,12 +28,7 @@ def load(name: str, *, root: Root = None) -> DataSet:
         return embedded.MAKE[name]()
     if name not in SOURCES and name in (mine := own.files(_path(root))):
         return own.load(name, mine[name])
-    try:
-        found = store.find(_source(name), _path(root))
-    except DataError as error:
-        taken = own.files(_path(root)).get(name)
-        hint = f" ({taken} is not looked at, as {name} is the name of a known set.)" if taken else ""
-        raise DataError(f"{error}{hint}") from error
+    found = _find(name, _path(root))
     arrays, class_names = cache.read_or_make(found, lambda: _decode(found))
     splits = {
         split: Split(arrays[f"{split}_images"], arrays.get(f"{split}_labels"))
@@ -41,6 +36,13 @@ def load(name: str, *, root: Root = None) -> DataSet:
         if f"{split}_images" in arrays
     }
     return DataSet(name, splits.get("train"), splits["test"], len(class_names), class_names)
+
+
+def look_for(name: str, *, root: Root = None) -> None:
+    """Raise unless the files of a data set are here. They are not read, so that damaged ones pass."""
+    if name in EMBEDDED or (name not in SOURCES and name in own.files(_path(root))):
+        return
+    _find(name, _path(root))
 
 
 def split_validation(split: Split, fraction: float | int) -> tuple[Split, Split]:
@@ -79,14 +81,21 @@ def _status(name: str) -> Status:
         try:
             return Status(name, True, _lengths(own.load(name, path)), path.stat().st_size, "", path.parent, places)
         except DataError as error:
-            return Status(name, False, {}, 0, str(error), None, places)
+            return _unusable(name, error, path.parent, places)
     try:
         found = store.find(SOURCES[name])
+    except DataError as error:
+        return Status(name, False, {}, 0, str(error), None, places)
+    try:
         facts = cache.fingerprint(found)
         counts = _counts(found, facts)
     except DataError as error:
-        return Status(name, False, {}, 0, str(error), None, places)
+        return _unusable(name, error, found.folder, places)
     return Status(name, True, counts, sum(int(fact["bytes"]) for fact in facts), "", found.folder, places)
+
+
+def _unusable(name: str, error: DataError, folder: Path, places: tuple[Path, ...]) -> Status:
+    return Status(name, False, {}, 0, str(error), folder, places, isinstance(error, DamagedError))
 
 
 def _lengths(made: DataSet) -> dict[str, int]:
@@ -102,6 +111,16 @@ def _counts(found: store.Found, facts: list[cache.Facts]) -> dict[str, int]:
     return {name.removesuffix("_images"): shape[0] for name, shape in shapes.items() if name.endswith("_images")}
 
 
+def _find(name: str, root: Path | None) -> store.Found:
+    """The files of a known data set."""
+    try:
+        return store.find(_source(name), root)
+    except DataError as error:
+        taken = own.files(root).get(name)
+        hint = f" ({taken} is not looked at, as {name} is the name of a known set.)" if taken else ""
+        raise DataError(f"{error}{hint}") from error
+
+
 def _decode(found: store.Found) -> Decoded:
     """The arrays of files whose checksums are right."""
     for path in found.paths():
@@ -112,7 +131,7 @@ def _decode(found: store.Found) -> Decoded:
 def _source(name: str) -> Source:
     if name not in SOURCES:
         hint = f"(one of your own is {name}.npz in PCX_DATA)"
-        raise DataError(f"there is no data set {name!r} {hint}; known: {near(name, names())}.")
+        raise DataError(f"there is no data set {name!r} {hint}; near: {near(name, names())}.")
     return SOURCES[name]
 
 

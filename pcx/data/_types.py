@@ -13,6 +13,10 @@ class DataError(Exception):
     """Data is missing, corrupt or misnamed; the message says in one sentence which, where, and what to do."""
 
 
+class DamagedError(DataError):
+    """A file is here, but it is not as it was written."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """Samples and their labels, in the order of the published files.
@@ -53,7 +57,10 @@ class DataSet:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """One line of `pcx data`: samples per split and bytes of the files, or the reason why the set cannot be read."""
+    """One line of `pcx data`: samples per split and bytes of the files, or the reason why the set cannot be read.
+
+    ``folder`` is where its files lie, also those that cannot be used; None where there are none.
+    """
 
     name: str
     present: bool
@@ -62,6 +69,14 @@ class Status:
     reason: str
     folder: Path | None
     places: tuple[Path, ...]
+    damaged: bool = False
+
+    @property
+    def state(self) -> str:
+        """In words: here, not here, damaged, or unusable for another reason."""
+        if self.present:
+            return "here"
+        return "damaged" if self.damaged else "unusable" if self.folder else "not here"
 
 
 class Stream(NamedTuple):

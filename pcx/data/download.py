@@ -1,6 +1,8 @@
 """Download of published files, with progress and resume; nothing is used before its checksum is right."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +60,32 @@ def _from_any(source: Source, name: str, addresses: tuple[str, ...], target: Pat
 def _download(source: Source, name: str, address: str, target: Path, progress: bool) -> None:
     part = target.with_name(name + ".part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            resumed = _transfer(address, part, progress)
-            try:
-                verify(part, source, name)
-                break
-            except DataError as error:
-                part.unlink()
-                if not resumed:  # a part left by an earlier call may be what is wrong: once more from the start
-                    raise DataError(f"{name} from {address} was discarded: {_checksums(error)}.") from error
-        os.replace(part, target)
+        with _folder(target.parent):
+            while True:
+                resumed = _transfer(address, part, progress)
+                try:
+                    verify(part, source, name)
+                    break
+                except DataError as error:
+                    part.unlink()
+                    if not resumed:  # a part left by an earlier call may be what is wrong: once more from the start
+                        raise DataError(f"{name} from {address} was discarded: {_checksums(error)}.") from error
+            os.replace(part, target)
     except OSError as error:
         raise DataError(f"{target} could not be written ({error}).") from error
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Inside there is this folder; what was made for it is removed again where it stays empty."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
 
 
 def _checksums(error: DataError) -> str:
@@ -111,6 +126,21 @@ def _transfer(address: str, part: Path, progress: bool) -> bool:
 def _stopped(address: str, part: Path, error: Exception) -> str:
     size = part.stat().st_size
     if size:
-        return f"the download of {address} stopped after {size} bytes ({error}); run it again to go on from there."
+        return f"the download of {address} stopped after {size} bytes ({_reason(error)}); run it again to go on from there."
     part.unlink()
-    return f"{address} could not be downloaded ({error})."
+    return f"{address} could not be downloaded ({_reason(error)})."
+
+
+def _reason(error: Exception) -> str:
+    """In a few words; what requests says names every layer that it went through."""
+    import requests
+
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"{response.status_code} {response.reason}"
+    words = {
+        requests.Timeout: "no answer in time",
+        requests.ConnectionError: "no connection",
+        requests.exceptions.ChunkedEncodingError: "it broke off",
+    }
+    return next((said for kind, said in words.items() if isinstance(error, kind)), type(error).__name__)

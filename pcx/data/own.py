@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pcx.data import store
-from pcx.data._types import DataError, DataSet, Split
+from pcx.data._types import DamagedError, DataError, DataSet, Split
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -25,14 +25,7 @@ def files(root: Path | None = None) -> dict[str, Path]:
 
 def load(name: str, path: Path) -> DataSet:
     """The data set in a file."""
-    try:
-        with path.open("rb") as opened:
-            file = np.load(opened)
-            if isinstance(file, np.ndarray):
-                raise ValueError("it holds one array without a name")
-            arrays = {key: file[key] for key in file.files}
-    except Exception as error:  # whatever zipfile and numpy raise on a damaged file
-        raise DataError(f"{path} is no file of numpy.savez ({error}).") from error
+    arrays = _read(path)
     missing = [key for key in ARRAYS if key not in arrays]
     if missing:
         raise DataError(f"{path} has no {', '.join(missing)}; needed are {', '.join(ARRAYS)}.")
@@ -45,13 +38,46 @@ def load(name: str, path: Path) -> DataSet:
         raise DataError(
             f"{path}: labels go up to {classes - 1}, for {len(train)} images in train; classes are numbered from 0."
         )
+    _check_classes(train, test, path)
     digest = hashlib.sha256()
     for key in ARRAYS:
         digest.update(f"{key}:{arrays[key].dtype}:{arrays[key].shape};".encode() + arrays[key].tobytes())
     return DataSet(name, train, test, classes, tuple(map(str, range(classes))), digest.hexdigest())
 
 
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file."""
+    try:
+        with path.open("rb") as opened:
+            file = np.load(opened)
+            if isinstance(file, np.ndarray):
+                raise ValueError("it holds one array without a name")
+            return {key: file[key] for key in file.files}
+    except Exception as error:  # whatever zipfile and numpy raise on a damaged file
+        if str(error).startswith("Object arrays"):
+            raise DataError(f"{path} holds arrays of Python objects; give arrays of numbers.") from error
+        raise DamagedError(f"{path} is no file of numpy.savez or damaged ({_reason(error)}); write it again.") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a file, without numpy's advice to trust it and unpickle it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "it is no archive of arrays" if "pickle" in text else text
+
+
+def _check_classes(train: Split, test: Split, path: Path) -> None:
+    """Refuse classes that can only be guessed."""
+    unknown = np.setdiff1d(np.asarray(test.labels), np.asarray(train.labels))
+    if unknown.size:
+        named = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
+        raise DataError(
+            f"{path}: test_labels has {named}, but train_labels has not; train on every class, or leave these out of test."
+        )
+
+
 def _split(images: np.ndarray, labels: np.ndarray, where: str) -> Split:
+    if images.ndim and not len(images):
+        raise DataError(f"{where}_images has no images: its shape is {images.shape}; give at least one.")
     if images.ndim not in (2, 3, 4) or not images.size:
         raise DataError(f"{where}_images has shape {images.shape}; give (count, channels, height, width), or rows of numbers.")
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pcx.data._types import DataError
+from pcx.data._types import DamagedError, DataError
 from pcx.data.sources import Source
 
 
@@ -92,7 +92,7 @@ def verify(path: Path, source: Source, name: str = "") -> None:
     if expected or unpacked:
         found = _digest(path, expected) if expected else _digest(path, str(unpacked), gzip.open)
         of = "" if expected else "of the unpacked content "
-        raise DataError(
+        raise DamagedError(
             f"{path} is corrupt and was not used: expected checksum {of}{expected or unpacked}, found {found}; "
             f"remove it and run `pcx data get {source.name}`."
         )
