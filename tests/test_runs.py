@@ -594,3 +594,13 @@ def test_a_new_file_of_the_package_makes_a_record_dirty(monkeypatch):
     assert record.environment()["dirty"] is True
     said["--untracked-files=all"] = ""
     assert record.environment()["dirty"] is False
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    refused = configure("digits/mlp", "bp_se", batch=100_000)
+    with pytest.raises(ValueError, match="a batch of 100000 is larger"):
+        runs.run(refused, DIGITS, [0], tmp_path / "refused", report=lambda text: None, results=tmp_path / "records.jsonl")
+    assert not (tmp_path / "refused").exists()
+    with Folder(tmp_path / "begun") as folder:
+        folder.append([{"seed": 0}])
+    assert {file.name for file in (tmp_path / "begun").iterdir()} == {"lock", "metrics.jsonl"}

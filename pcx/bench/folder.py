@@ -4,6 +4,7 @@
 checkpoint that covers them; what is newer than the checkpoint is dropped when a run goes on, and made again.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -62,6 +63,10 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            if [*self.path.iterdir()] == [self.path / "lock"]:  # nothing was begun
+                (self.path / "lock").unlink()
+                self.path.rmdir()
         self._lock.close()
 
     def start(self, config: Config, seeds: list[int], mode: str, quick: bool, data: str = "") -> None:

@@ -170,11 +170,13 @@ def run(
             report(f"{path} is finished already")
             _record_once(results, finished)
             return finished
+        begun = mode is not None
         if mode is None:
             mode, why = choose_mode(config, data, seeds, report)
             report(why)
-            folder.start(config, seeds, mode, quick, data.checksum)
         engine = Engine(config, data, seeds, mode)
+        if not begun:
+            folder.start(config, seeds, mode, quick, data.checksum)
         engine.on_step = on_step
         if unreached := engine.unreached():
             report(unreached)
