@@ -150,9 +150,8 @@ def _installed() -> tuple[str, frozenset[str]]:
         record = package.read_text("RECORD") or ""  # with a checksum of every file
         found.update(f"{package.name} {package.version} {record}".encode())
         files.update(line.split(",")[0] for line in record.splitlines())
-    for name in TRACED:
-        folder = Path(sys.modules[name].__file__ or "").parent if name in sys.modules else Path(os.devnull)
-        for file in sorted(folder.rglob("*.py")):
+    for name in sorted(sys.modules.keys() & set(TRACED)):
+        for file in sorted(Path(sys.modules[name].__file__ or "").parent.rglob("*.py")):
             status = file.stat()
             found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
     return found.hexdigest(), frozenset(files)
