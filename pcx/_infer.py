@@ -34,7 +34,7 @@ from pcx._types import ALL_SHORTCUTS, Displaced, Inferred, Key, ModelError, Node
 from pcx.shortcuts import products
 from pcx.shortcuts.differences import gaps
 from pcx.shortcuts.kernel import ChainKernel
-from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, pinned, steady, waves
+from pcx.shortcuts.plan import WRITTEN_OUT, Program, ZeroAware, per_node, settled, steady, waves
 from pcx.shortcuts.pooling import PooledErrors
 from pcx.shortcuts.products import Anchor
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, once, repeat
@@ -256,12 +256,12 @@ class _Task:
             state = optimiser.init(start) if state is None else state
             return self.solve_to_tolerance(optimiser, steps, tolerance, free, state, None if record is None else note)
         history = [note(0, free)]
-        done, moved, zeros = 0, set[str](), lazy.init()
+        done, moved, zeros, traces = 0, set[str](), lazy.init(), [] if self.anchor is None else lazy.momenta
         for active, targets in plan[:-1][:steps]:
             gradients = self.gradient(free, done, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
-            free, zeros = pinned(self.updated(free, updates.only(targets)), zeros, self.rounded, moved)
+            free, zeros = settled(free, self.updated(free, updates.only(targets)), zeros, traces, self.rounded, moved)
             done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
@@ -272,7 +272,7 @@ class _Task:
             gradients = self.gradient(free, step, active, targets, moved)
             everything = Nodes({n: gradients[n] if n in gradients else jnp.zeros_like(free[n]) for n in self.free})
             updates, state = optimiser.update(everything, state, self.kept(self.values(free).only(self.free)))
-            free, state = pinned(self.updated(free, updates), state, self.rounded, self.free)
+            free, state = settled(free, self.updated(free, updates), state, traces, self.rounded, self.free)
             return (free, state), note(step + 1, free)
 
         carry, rest = (free, state), None
@@ -285,6 +285,7 @@ class _Task:
                 carry, noted = again(carry, step)
                 history.append(noted)
         else:
+            traces = []  # a loop writes all that it carries
             carry, rest = jax.lax.scan(body, carry, jnp.arange(done, steps))
         return self.inferred(*carry, steps, frozenset(active), _join(history, rest))
 

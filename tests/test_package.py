@@ -64,7 +64,7 @@ RANKS = [
     {"_types", "shortcuts.windows"},
     {"_energies", "_init", "_jaxpr", "shortcuts.differences", "shortcuts.half", "shortcuts.patches", "data"},
     {"_model"},
-    {"_free_energy", "shortcuts.zeros", "shortcuts.products", "shortcuts.channels", "optim"},
+    {"_free_energy", "shortcuts.zeros", "shortcuts.momentum", "shortcuts.products", "shortcuts.channels", "optim"},
     {"shortcuts.plan"},
     {"shortcuts.stack", "shortcuts.pooling"},
     {"shortcuts.kernel"},

@@ -26,6 +26,7 @@ from pcx._free_energy import run
 from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
+from pcx.shortcuts.momentum import Momentum, from_steps, momenta
 from pcx.shortcuts.products import Anchor, Product, interpret, near_zero, remembered
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
@@ -284,6 +285,11 @@ class ZeroAware:
         self.program = written_out(program, lambda eqn: eqn.primitive.name in ("jit", "pjit"))  # rules of derivatives stay
         refuse_nan(optimiser, values, "state")
 
+    @functools.cached_property
+    def momenta(self) -> list[Momentum]:
+        """What of its state two values of a node say as well."""
+        return momenta(self.program, list(self.values))
+
     def check(self, state: Any) -> None:
         """Refuse a given state that belongs to other values."""
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(s)] for s in (self.state_shape, state)]
@@ -325,21 +331,31 @@ class ZeroAware:
         return True
 
 
-def pinned(free: Nodes[Array], state: Any, rounded: bool, moved: Iterable[str]) -> tuple[Nodes[Array], Any]:
-    """A large state as it is after a step, as arrays that the compiler keeps.
+def settled(
+    before: Nodes[Array], after: Nodes[Array], state: Any, momenta: Sequence[Momentum], rounded: bool, moved: Iterable[str]
+) -> tuple[Nodes[Array], Any]:
+    """Values and the optimiser's state after a step; large ones as arrays that the compiler keeps.
 
     It may else keep the gradients of several steps, and compute momentum and values from them again and again. Values of which
     products read a ``rounded`` copy are left to it: one kernel writes both, or writes and measures them. Those that have not
-    moved are zeros still, which nobody need keep.
+    ``moved`` are zeros still, which nobody need keep, and so are ``momenta``: they are made of values.
     """
-    arrays, rest = eqx.partition((free.only(() if rounded else moved), state), eqx.is_array)
-    values, state = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(free)) >= LARGE), rest)
-    return free | values, state
+    leaves, structure = jax.tree.flatten(state)
+    made = {place for place, *_ in momenta if leaves[place] is not ZERO}
+    arrays, rest = eqx.partition(
+        (after.only(() if rounded else moved), [None if i in made else leaf for i, leaf in enumerate(leaves)]), eqx.is_array
+    )
+    values, kept = eqx.combine(_hold(arrays, sum(leaf.size for leaf in jax.tree.leaves(after)) >= LARGE), rest)
+    found = from_steps(momenta, before, after := after | values)
+    leaves = [found[i].astype(leaf.dtype) if i in made else kept[i] for i, leaf in enumerate(leaves)]
+    return after, jax.tree.unflatten(structure, leaves)
 
 
 def _hold(arrays: Any, large: bool) -> Any:
     """Arrays that the compiler keeps, if they are large, or many members of a population have them."""
     leaves, tree = jax.tree.flatten(arrays)
+    if not leaves:
+        return arrays
     hold = custom_vmap(lambda *leaves: list(jax.lax.optimization_barrier(leaves) if large else leaves))
     hold.def_vmap(lambda members, batched, *leaves: (_hold(list(leaves), large or members >= MANY), list(batched)))
     same = jax.custom_jvp(hold)  # to derivatives nothing has happened
