@@ -23,7 +23,7 @@ from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables
 from pcx._types import Nodes
 from pcx.shortcuts.differences import UNKNOWN
 from pcx.shortcuts.plan import Program, ZeroAware, written_out
-from pcx.shortcuts.products import PRODUCTS, Anchor, interpret, precision, remembered
+from pcx.shortcuts.products import PRODUCTS, Anchor, interpret, low, precision, remembered
 from pcx.shortcuts.stack import BlockEnergy, BlockOptimiser, Packed, repeat
 
 
@@ -278,11 +278,15 @@ class ChainKernel:
         return results
 
     def products_of(self, bases: Sequence[Any] | None) -> list[Any] | None:
-        """Of what is `remembered` the products, which is all that the kernel needs: it does not ask how far the rest goes."""
+        """Of what is `remembered` the products, which is all that the kernel needs: it does not ask how far the rest goes.
+
+        Products of a forward pass that is rounded to two bytes are read in these.
+        """
         if bases is None:
             return None
         names = [name for _, name in remembered(self.energy.program.pieces[self.members[0]])]
-        return [base for base, name in zip(bases, names, strict=True) if name in PRODUCTS]
+        products = [base for base, name in zip(bases, names, strict=True) if name in PRODUCTS]
+        return [(operands, rounded, low(value)) for operands, rounded, value in products]
 
     def predict(self, parent: Array, start: Array, operands: Sequence[Any], bases: Sequence[Any] | None) -> Array:
         """The prediction of one member from the node before it, which is ``parent`` away from its start."""
@@ -293,7 +297,8 @@ class ChainKernel:
         if bases is None:
             return evaluate(program.jaxpr, piece, own | {moving: parent}, [output])[0]
         places = [place for place, name in remembered(piece) if name in PRODUCTS]
-        anchor = Anchor(dict(zip(places, bases, strict=True)))
+        wide = [(operands, rounded, value.astype(start.dtype)) for operands, rounded, value in bases]
+        anchor = Anchor(dict(zip(places, wide, strict=True)))
 
         def product(*given: Any) -> Any:
             return anchor.product(*given)[0], UNKNOWN
