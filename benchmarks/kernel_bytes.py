@@ -59,7 +59,7 @@ def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: 
     import jax.numpy as jnp
 
     from pcx.bench import speed
-    from pcx.bench.engine import PRECISION, Engine, Population
+    from pcx.bench.engine import CONVOLUTIONAL, DENSE, PRECISION, Engine, Population
     from pcx.bench.tasks import configure
 
     row, precision = text.split(":")
@@ -88,7 +88,8 @@ def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), given)
     with jax.default_matmul_precision(PRECISION[precision]), kind:
         lowered = engine._epoch.trace(*shapes).lower(lowering_platforms=("cuda",) if target is not None else None)
-        engine._compiled["epoch"] = lowered.compile()
+        options = (CONVOLUTIONAL if engine.convolutional else DENSE) if jax.default_backend() == "gpu" else None
+        engine._compiled["epoch"] = lowered.compile(compiler_options=options)
     return engine._compiled["epoch"].as_text(), speed._memory(engine)["program"] or 0
 
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--all", action="store_true", help="a line for every kernel, in the order of the program")
+    parser.add_argument("--shapes", action="store_true", help="with --all, what each kernel writes and reads")
     options = parser.parse_args()
     if options.row.count(":") != 1:
         parser.error(f"{options.row!r} is not ROW:PRECISION, such as vgg7:bf16_state")
@@ -107,8 +109,8 @@ def main() -> None:
         parser.error(f"there is no file {options.target}")
     text, memory = compiled(options.row, options.algorithm, options.seeds, options.target, options.plain)
     found = kernels(text)
-    for name, operation, count, _ in found if options.all else ():
-        print(f"{count / 1e6:8.1f} MB  {operation:30} {name}")
+    for name, operation, count, shapes in found if options.all else ():
+        print(f"{count / 1e6:8.1f} MB  {operation:30} {name} {shapes if options.shapes else ''}".rstrip())
     others = [count for _, operation, count, _ in found if "cudnn" not in operation]
     everything = sum(count for _, _, count, _ in found) / 1e9
     different = {(operation, kind) for _, operation, _, kind in found if "cudnn" in operation}

@@ -1,9 +1,11 @@
 """Where the time of a training step goes on a GPU: device time per family of kernels, for a row of the timing table.
 
     python benchmarks/profile_step.py --row vgg5 --precision tf32 --out results/profile.jsonl
+    python benchmarks/profile_step.py --row mnist/mlp --precision bf16_state --seeds 64
 
 One epoch of random images is traced after a warm-up; a kernel's time is divided by the number of steps. The whole list of
-kernels and the compiled program are written next to the record with ``--details FOLDER``.
+kernels and the compiled program are written next to the record with ``--details FOLDER``. A row is one of `pcx bench speed`, or
+a task such as mnist/mlp; with ``--seeds`` that many are trained side by side.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import jax
 
 from pcx.bench import record, speed
 from pcx.bench.engine import Engine
+from pcx.bench.tasks import configure
 
 # the first family that has one of its words in a kernel's name
 FAMILIES = {
@@ -51,13 +54,15 @@ def main() -> None:
     parser.add_argument("--row", default="vgg5")
     parser.add_argument("--algorithm", default="pc_se")
     parser.add_argument("--precision", default="tf32")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("results/profile.jsonl"))
     parser.add_argument("--details", type=Path)
     options = parser.parse_args()
-    config = speed.config_of(options.row, options.algorithm, precision=options.precision)
+    changes = {"precision": options.precision} | ({"population": "vmap"} if options.seeds > 1 else {})
+    config = (configure if "/" in options.row else speed.config_of)(options.row, options.algorithm, **changes)
     data = speed.data_of(config.dataset, random=True, limit=options.steps * config.batch)
-    engine = Engine(config, data, [0], steps=options.steps)
+    engine = Engine(config, data, list(range(options.seeds)), steps=options.steps)
     population, _ = engine.epoch(engine.init(), 0)
     population, _ = engine.epoch(population, 1)
     wall = engine.timing.train / engine.steps
@@ -72,6 +77,7 @@ def main() -> None:
         entry["kernels"] += calls / engine.steps
     total = sum(entry["microseconds"] for entry in families.values())
     cell = {"row": options.row, "algorithm": options.algorithm, "precision": options.precision}
+    cell |= {"seeds": str(options.seeds)} if options.seeds > 1 else {}
     times = {"wall_microseconds": 1e6 * wall, "device_microseconds": total, "families": families}
     record.append(options.out, {"what": "profile", **cell, **times, **record.environment()})
     print(f"{' '.join(cell.values())}: {1e3 * wall:.3f} ms per step, {total / 1e3:.3f} ms traced")
@@ -79,7 +85,7 @@ def main() -> None:
         print(f"{entry['microseconds']:9.1f} µs  {entry['kernels']:6.1f} kernels  {name}")
     if options.details:
         options.details.mkdir(parents=True, exist_ok=True)
-        tag = f"{options.row}-{options.algorithm}-{options.precision}"
+        tag = f"{options.row.replace('/', '-')}-{options.algorithm}-{options.precision}-{options.seeds}"
         rows = sorted(found.items(), key=lambda item: -item[1][0])
         text = "".join(f"{t / 1e3 / engine.steps:9.1f} µs x{c / engine.steps:6.2f} {name}\n" for name, (t, c) in rows)
         (options.details / f"{tag}-kernels.txt").write_text(text)

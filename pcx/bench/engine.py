@@ -51,9 +51,13 @@ INFERENCE: dict[str, dict[str, Any]] = {
     "f16": {"shortcuts": Shortcuts(half=True)},
 }
 # Options of the compiler on a GPU. Small kernels of dense layers that need not wait for each other run side by side; that
-# makes convolutions no faster. For these it need not try several kernels for every elementwise one: it gains nothing by it.
+# makes convolutions no faster. For these it need not try several kernels for every elementwise one, nor have convolutions that
+# add a bias or apply an activation, for each of which a library compiles kernels to try: neither makes a step faster.
 DENSE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-CONVOLUTIONAL = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+CONVOLUTIONAL = {
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+    "xla_disable_hlo_passes": "cudnn-fused-convolution-rewriter",
+}
 EVALUATION_BATCH = 500
 FEW_CORES = 4  # up to so many CPU cores members are trained one after the other
 CHUNK = 16  # steps whose batches a streaming host sends at once

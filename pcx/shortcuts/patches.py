@@ -32,15 +32,18 @@ def product(eqn: JaxprEqn, images: Array, kernel: Array) -> Array:
     count, _, height, width = cast(Any, eqn.outvars[0].aval).shape
     out, channels, *window = kernel.shape
     (down, right), edges = eqn.params["window_strides"], [(low, high, 0) for low, high in eqn.params["padding"]]
-    padded = jax.lax.pad(images.transpose(0, 2, 3, 1), jnp.zeros((), images.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+    padded = jax.lax.pad(images, jnp.zeros((), images.dtype), [(0, 0, 0), (0, 0, 0), *edges])
+    planes = jax.lax.optimization_barrier(padded.reshape(count * channels, -1))  # one after the other in memory
+    padded = planes.reshape(padded.shape)
     ends = down * (height - 1) + 1, right * (width - 1) + 1
     shifted = [
-        jax.lax.slice(padded, (0, i, j, 0), (count, i + ends[0], j + ends[1], channels), (1, down, right, 1))
+        jax.lax.slice(padded, (0, 0, i, j), (count, channels, i + ends[0], j + ends[1]), (1, 1, down, right))
         for i, j in itertools.product(*map(range, window))
     ]
     numbers = len(shifted) * channels
     spare = -numbers % FULL
-    patches = jnp.concatenate([*shifted, jnp.zeros((count, height, width, spare), images.dtype)], axis=-1)
+    patches = jnp.concatenate([*shifted, jnp.zeros((count, spare, height, width), images.dtype)], axis=1)
     columns = jnp.pad(kernel.transpose(2, 3, 1, 0).reshape(numbers, out), ((0, spare), (0, 0)))
-    result = jax.lax.dot_general(patches, columns, (((3,), (0,)), ((), ())), precision=eqn.params["precision"])
-    return result.transpose(0, 3, 1, 2)
+    both = patches.reshape(count, -1, height * width), jnp.broadcast_to(columns, (count, *columns.shape))
+    result = jax.lax.dot_general(*both, (((1,), (1,)), ((0,), (0,))), precision=eqn.params["precision"])
+    return result.reshape(count, height, width, out).transpose(0, 3, 1, 2)
