@@ -257,12 +257,11 @@ class _Task:
             return self.solve_to_tolerance(optimiser, steps, tolerance, free, state, None if record is None else note)
         history = [note(0, free)]
         done, moved, zeros, traces = 0, set[str](), lazy.init(), [] if self.anchor is None else lazy.momenta
-        for active, targets in plan[:-1][:steps]:
-            gradients = self.gradient(free, done, active, targets, moved)
+        for done, (active, targets) in enumerate(plan[:-1][:steps], start=1):
+            gradients = self.gradient(free, done - 1, active, targets, moved)
             moved |= set(targets)
             updates, zeros = lazy.update(gradients, zeros, self.kept(self.values(free).only(self.free)))
             free, zeros = settled(free, self.updated(free, updates.only(targets)), zeros, traces, self.rounded, moved)
-            done += 1
             history.append(note(done, free))
         active, targets = plan[min(done, len(plan) - 1)]
         state = lazy.full_state(zeros) if state is None else state

@@ -17,7 +17,7 @@ from pcx._free_energy import batch_size, execute, factor_energies, make_objectiv
 from pcx._infer import infer
 from pcx._model import Vode, named, partition, path_name
 from pcx._types import Displaced, Key, ModelError, Nodes, Trained, near
-from pcx.shortcuts import products
+from pcx.shortcuts import pooling, products
 from pcx.shortcuts.differences import Predictions
 from pcx.shortcuts.plan import Program
 from pcx.shortcuts.zeros import refuse_nan
@@ -119,14 +119,16 @@ def train_step(
     objective, learned = {name: options.get(name) for name in ("energy", "precision")}, dict[str, Nodes[Array]]()
     settled = inferred.values if inferred.displaced is None else inferred.displaced
 
+    factors = make_objective(model, **objective).factors(model, inferred.values.only(inferred.reached), steps)
+    pooled, part = pooling.learned(model, settled, x, factors, options)
+
     def delta(u: Nodes[Array]) -> Nodes[Array]:
-        factors = make_objective(model, **objective).factors(model, u, steps)
-        learned["energies"] = factor_energies(factors, settled, u)
+        learned["energies"] = factor_energies({name: factors[name] for name in u}, settled, u) | pooled
         return deltas(model, settled, u, step=steps, **objective)
 
     context = {name: options[name] for name in ("key", "training") if name in options}
-    gradient = weight_gradient(model, delta, settled, x, names=inferred.reached, **context)
-    scaled = jax.tree.map(lambda g: weight_scale * g, gradient)
+    gradient = weight_gradient(model, delta, settled, x, names=inferred.reached - pooled.keys(), **context)
+    scaled = jax.tree.map(lambda g, more: weight_scale * (g + more), gradient, part)
     trained, weight_state = apply_gradient(model, scaled, weight_optimiser, weight_state)
     none = jnp.zeros(inferred.steps.shape, next(iter(inferred.values.values())).dtype)
     energies = Nodes({name: learned["energies"].get(name, none) for name in inferred.values})

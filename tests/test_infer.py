@@ -310,7 +310,7 @@ def quadratic(rate):
 @pytest.mark.parametrize("setting", ["float32", "tensorfloat32", "bfloat16"])
 @pytest.mark.parametrize("optimiser", [optax.sgd(0.1, momentum=0.5), optax.adam(0.1)], ids=["momentum", "adam"])
 def test_a_large_state_is_kept_from_step_to_step(monkeypatch, optimiser, setting, steps):
-    """Barriers after an update: of the state, unless values say it, and of these, unless products read them in another dtype."""
+    """Barriers after an update: of the state, unless values say it, and of these, unless products read rounded copies."""
     model, (x, y) = Chain([3, 4, 4, 2]), batch(3, 2, size=5)
 
     def settle(x):

@@ -161,6 +161,60 @@ class Odd(VGG):
         return self.pool.of(u, self.activation)
 
 
+def train(model, x, observed, kernel, products="tensorfloat32", **options):
+    """The gradient of a training step, as momentum without decay keeps it, and its energies."""
+    options = {"state_optimiser": optax.sgd(0.1, momentum=0.5), "steps": 6, "training": True} | options
+    if kernel:
+        options["shortcuts"] = options.get("shortcuts", pcx.ALL_SHORTCUTS)._replace(kernel=True)
+    rule = optax.trace(0.9)
+
+    @eqx.filter_jit
+    def step(model, x):
+        state = rule.init(pcx.weights(model))
+        done = pcx.train_step(model, x, observed, weight_optimiser=rule, weight_state=state, **options)
+        return done.optimiser_state.trace, done.energies, done.inferred.values
+
+    with jax.default_matmul_precision(products):
+        return step(model, x), count(jax.make_jaxpr(lambda x: step(model, x))(x).jaxpr, ["pallas_call"])
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+@pytest.mark.parametrize("init", ["forward", "zeros"])
+def test_weights_learn_the_same(init, steps):
+    """Every gradient, biases included, and every energy; after two steps the error has not reached all nodes."""
+    model = network()
+    x, observed = problem(model)
+    (mine, launched), (plain, none) = (train(model, x, observed, kernel, init=init, steps=steps) for kernel in (True, False))
+    inside = settle(model, x, observed, "tensorfloat32", True, init=init, steps=steps)
+    assert none == 0 < launched - kernels(model, x, observed, "tensorfloat32", init=init, steps=steps)
+    assert inside.reached == frozenset(["vodes.3", "vodes.2", "vodes.1"] if (init, steps) == ("forward", 2) else inside.values)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-14)
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(plain[0])) == (steps == 6 or init == "zeros")
+
+
+def test_weights_learn_the_same_in_fewer_bytes():
+    """In bfloat16 with a state in bfloat16, the errors of the kernel are rounded before they are summed; and in float16."""
+    model = network(dtype=jnp.float32)
+    x, observed = problem(model)
+    settings = ({"products": "bfloat16", "state_dtype": jnp.bfloat16}, {"shortcuts": pcx.Shortcuts(half=True)})
+    for options, bound in zip(settings, (1e-3, 1e-5), strict=True):
+        (mine, _), (plain, _) = (train(model, x, observed, kernel, **options) for kernel in (True, False))
+        for one, other in zip(jax.tree.leaves(mine[0]), jax.tree.leaves(plain[0]), strict=True):
+            one, other = np.ravel(one).astype(float), np.ravel(other).astype(float)
+            assert 1 - one @ other / np.sqrt((one @ one) * (other @ other)) < bound
+
+
+def test_other_energies_and_precisions_learn_as_before():
+    """A pooled node with a precision, or another energy, is left to the predictions."""
+    model = network()
+    x, observed = problem(model)
+    for options in ({"precision": {"vodes.1": 2.0}}, {"energy": {"vodes.1": lambda h, u: jnp.sum(jnp.abs(h - u) ** 3)}}):
+        (mine, _), (plain, _) = (train(model, x, observed, kernel, **options) for kernel in (True, False))
+        for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-14)
+
+
 @pytest.mark.parametrize("way", ["after", "scaled", "map", "parent", "square", "reshaped", "twice"])
 def test_predictions_that_are_refused(way):
     """Then no kernel is made, and the numbers are those without one."""

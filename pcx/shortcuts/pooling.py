@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +20,11 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array, Float
 
 from pcx._energies import squared_error
+from pcx._model import partition
+from pcx._types import Displaced, Nodes
 from pcx.shortcuts import half
 from pcx.shortcuts.plan import Program
-from pcx.shortcuts.products import along, interpret, low, precision
+from pcx.shortcuts.products import Anchor, along, interpret, low, precision
 from pcx.shortcuts.windows import larger_moved, largest, order, pick
 
 # Of these the largest value is that of the largest argument, and two arguments with the same value have the same derivative.
@@ -48,14 +51,42 @@ class PooledErrors:
         self.task, self.nodes = task, dict[str, PooledError]()
         if task.shortcuts.kernel and task.anchor is not None and _possible():
             scaled = {name for name, precision in task.objective.precision.items() if precision is not None}
-            plain = [name for name, energy in task.energies.items() if energy is squared_error and name not in scaled]
-            found = {name: PooledError.of(task.program, name) for name in plain if name in task.free and name not in task.fixed}
-            self.nodes = {name: node for name, node in found.items() if node is not None}
+            plain = {name for name, energy in task.energies.items() if energy is squared_error and name not in scaled}
+            self.nodes = PooledError.among(task.program, plain.intersection(task.free) - task.fixed.keys())
 
-    def __call__(self, free: Mapping[str, Array], names: Iterable[str], moved: Iterable[str]) -> dict[str, Array]:
+    def __call__(self, free: Nodes[Array], names: Iterable[str], moved: Iterable[str]) -> dict[str, Array]:
         """The energies of those of the named nodes that are predicted from one that has moved."""
-        here = [name for name in names if name in self.nodes and self.nodes[name].parent in set(moved)]
-        return {name: self.nodes[name](self.task, free) for name in here}
+        here, task = [name for name in names if name in self.nodes and self.nodes[name].parent in set(moved)], self.task
+        return {name: self.nodes[name](task.anchor, Displaced(task.start.values, free, task.gap)) for name in here}
+
+
+def learned(
+    model: Any, settled: Any, x: Any, factors: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Array], Any]:
+    """Of a training step (`pcx.train_step`) the energies of nodes whose errors a kernel takes, and their gradient for weights.
+
+    ``settled`` is where inference ended, ``factors`` are the energies to learn from, ``options`` those of inference. As in
+    `pcx.weight_gradient`, the gradient is that of the mean over the batch.
+    """
+    weights, rest = partition(model)
+    kernel, none = getattr(options.get("shortcuts"), "kernel", False), jax.tree.map(jnp.zeros_like, weights)
+    if not kernel or not isinstance(settled, Displaced) or not _possible():
+        return {}, none
+    program = Program(model, settled.values, x, options.get("key"), options.get("training", False))
+    plain = {name for name, factor in factors.items() if factor.energy is squared_error and factor.precision is None}
+    nodes = PooledError.among(program, plain & settled.gap.keys())
+    if not nodes:
+        return {}, none
+    anchor, dtype = program.anchor(settled.start), options.get("state_dtype")
+    by = settled.by if dtype is None else jax.tree.map(lambda way: way.astype(dtype), settled.by)  # as inference had it
+
+    def energies(weights: Any) -> dict[str, Array]:
+        arrays = eqx.filter(eqx.combine(weights, rest), eqx.is_array)
+        return {name: node(anchor, settled._replace(by=by), arrays) for name, node in nodes.items()}
+
+    found, pull = jax.vjp(energies, weights)
+    (gradient,) = pull(jax.tree.map(jnp.ones_like, found))
+    return found, jax.tree.map(lambda g: g / len(next(iter(found.values()))), gradient)
 
 
 class PooledError:
@@ -64,6 +95,12 @@ class PooledError:
     def __init__(self, program: Program, name: str, parent: str, product: int, bias: Any, activation: Callable[[Array], Array]):
         self.program, self.name, self.parent = program, name, parent
         self.product, self.bias, self.activation = product, bias, activation
+
+    @staticmethod
+    def among(program: Program, names: Iterable[str]) -> "dict[str, PooledError]":
+        """Those of some nodes for which there is a kernel."""
+        found = {name: PooledError.of(program, name) for name in program.pieces if name in set(names)}
+        return {name: node for name, node in found.items() if node is not None}
 
     @staticmethod
     def of(program: Program, name: str) -> "PooledError | None":
@@ -84,13 +121,14 @@ class PooledError:
             return None
         return PooledError(program, name, next(iter(parents)), places[0], bias, activation)
 
-    def __call__(self, task: Any, free: Mapping[str, Array]) -> Float[Array, " batch"]:
-        program, piece, anchor = self.program, self.program.pieces[self.name], task.anchor
-        values, convolution = task.start.values, piece[self.product]
-        place, moved = (convolution.outvars[0],), free[self.parent].astype(values[self.parent].dtype)
-        known = program._known({self.parent: values[self.parent] + moved}, None)
+    def __call__(self, anchor: Anchor, values: Displaced, arrays: Any = None) -> Float[Array, " batch"]:
+        """The energy of every sample, with the derivative of the kernel; ``arrays`` are the model's, if not its own."""
+        program, piece, free = self.program, self.program.pieces[self.name], values.by
+        start, convolution = values.start[self.parent], piece[self.product]
+        place, moved = (convolution.outvars[0],), free[self.parent].astype(start.dtype)
+        known = program._known({self.parent: start + moved}, arrays)
         away = {program.inputs[self.parent]: moved}
-        base, gap, weights = anchor.known[place][2], task.gap[self.name], anchor.known[place][1][1]
+        base, gap, weights = anchor.known[place][2], values.gap[self.name], anchor.known[place][1][1]
 
         def product(eqn: JaxprEqn, operands: list[Any], away: list[Any], here: Any) -> tuple[Array, Any]:
             if here != place:
@@ -204,9 +242,12 @@ def _forward(activation: Any, moving: Array, by: Array, base: Array, gap: Array 
 
 
 def _backward(activation: Any, kept: Any, cotangent: Array) -> Any:
-    error, pixels, *rest = kept
+    error, pixels, base, gap, bias, scales = kept
     scale = cotangent.reshape(-1, 1, 1, 1)
-    return scale.astype(pixels.dtype) * pixels, scale.astype(error.dtype) * error, *jax.tree.map(jnp.zeros_like, rest)
+    moving = scale.astype(pixels.dtype) * pixels
+    wide = moving.astype(bias.dtype) if scales is None else half.Half(moving, scales[1]).wide(bias.dtype)
+    none = jax.tree.map(jnp.zeros_like, (base, gap, scales))
+    return moving, scale.astype(error.dtype) * error, *none[:2], jnp.sum(wide, axis=(0, 2, 3)), none[2]
 
 
 _energy.defvjp(_forward, _backward)
@@ -239,11 +280,21 @@ def _launch(
     powers = [] if scales is None else [(1 / scales[0]).reshape(-1), scales[1].reshape(-1)]
     most, warps = BLOCKS[base.dtype.itemsize if base.dtype.itemsize in BLOCKS else 4]
     size = min(most, channels & -channels)  # a power of two that divides their number
-    parts = channels // size  # neighbours in memory are neighbours in time
-    whole = pl.BlockSpec((1, 2, 1, 2, size), lambda i: (i // (width * parts), 0, i // parts % width, 0, i % parts))
-    part = pl.BlockSpec((1, 1, size), lambda i: (i // (width * parts), i // parts % width, i % parts))
-    channel = pl.BlockSpec((size,), lambda i: (i % parts,))
-    sample = pl.BlockSpec((1,), lambda i: (i // (height * width * parts),))
+    parts = channels // size
+    blocks = samples * height * width * parts
+
+    def at(i: Any) -> tuple[Any, Any, Any]:
+        """Row, column and part of the channels: from the end, of which a cache still has what the product wrote last."""
+        i = blocks - 1 - i  # neighbours in memory are neighbours in time
+        return i // (width * parts), i // parts % width, i % parts
+
+    def whole_at(i: Any) -> tuple[Any, ...]:
+        row, column, part = at(i)
+        return row, 0, column, 0, part
+
+    whole, part = pl.BlockSpec((1, 2, 1, 2, size), whole_at), pl.BlockSpec((1, 1, size), at)
+    channel = pl.BlockSpec((size,), lambda i: (at(i)[2],))
+    sample = pl.BlockSpec((1,), lambda i: (at(i)[0] // height,))
 
     def corners(ref: Any) -> list[Array]:
         return [ref[:, i, :, j, :].astype(dtype) for i, j in CORNERS]
@@ -267,7 +318,7 @@ def _launch(
 
     found, sent = pl.pallas_call(
         kernel,
-        grid=(samples * height * width * parts,),
+        grid=(blocks,),
         in_specs=[whole, whole, part, channel, *(part for _ in gaps), *(sample for _ in powers)],
         out_specs=[part, whole],
         out_shape=[
