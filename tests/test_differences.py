@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import pcx
 import pcx.nn as pxnn
+from pcx.models._vgg import VGG
 from pcx.shortcuts import differences, products
 from pcx.shortcuts.differences import UNKNOWN
 
@@ -390,3 +392,21 @@ def test_whatever_stands_between_two_nodes(name):
         np.testing.assert_allclose(here, there, rtol=1e-9, atol=1e-10)
         np.testing.assert_allclose(near, there, rtol=1e-3, atol=1e-4)
     assert float(jnp.max(jnp.abs(naive[0]["vodes.0"] - pcx.run(model, {}, x, **options).values["vodes.0"]))) > 1e-2
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu", "hard_tanh", "tanh"])
+def test_small_errors_come_through_every_pooling(activation):
+    """The way of the first node, far below the last bit of its values, as in float64: also where pixels are chosen by gelu."""
+    pxnn.seed(0)
+    model = VGG((3, 16, 16), 5, [8] * 3, [1] * 3, [True, True, False], activation)
+    x, y = jax.random.normal(jax.random.key(1), (4, 3, 16, 16)), jax.nn.one_hot(jnp.arange(4), 5)
+
+    def first(dtype):
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, (model, x, y))
+        options = {"optimiser": optax.sgd(1e-3, momentum=0.5), "steps": 6, "state_dtype": dtype}
+        done = jax.jit(lambda model, x, y: pcx.infer(model, x, {"vodes.3": y}, **options).displaced)(*cast)
+        return np.asarray(done.by["vodes.0"], np.float64), float(jnp.max(jnp.abs(done.start["vodes.0"])))
+
+    (mine, size), (exact, _) = first(jnp.float32), first(jnp.float64)
+    assert 0 < np.max(np.abs(exact)) < 1e-7 * size
+    np.testing.assert_allclose(mine, exact, atol=1e-4 * np.max(np.abs(exact)))

@@ -69,6 +69,16 @@ def near_zero(eqns: Sequence[JaxprEqn]) -> bool:
     return any(map(one, eqns))
 
 
+def compares(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether some equations compare two numbers that may both move, such as the pixels of a window."""
+
+    def one(eqn: JaxprEqn) -> bool:
+        inner, two = inside(eqn), len({atom for atom in eqn.invars if not isinstance(atom, Literal)}) > 1
+        return (eqn.primitive.name in COMPARISONS and two) or (inner is not None and compares(inner.jaxpr.eqns))
+
+    return any(map(one, eqns))
+
+
 def remembered(eqns: Sequence[JaxprEqn]) -> list[tuple[tuple[Any, ...], str]]:
     """Of some equations, those of which an `Anchor` knows what they were at the start: their places, and their names.
 
@@ -124,7 +134,7 @@ def interpret(
             amounts = called(eqn, operands, results, by) or amounts
         else:
             results = _one(jaxpr, eqn, operands)
-            if inner is None or (still and not near_zero(inner.jaxpr.eqns)):
+            if inner is None or (still and not near_zero(inner.jaxpr.eqns) and not compares(inner.jaxpr.eqns)):
                 amounts = difference(eqn, operands, results, by)
             else:  # its own derivative is kept, and its program read for how far it goes
                 own = functools.partial(_but_products, product)
