@@ -255,8 +255,8 @@ class _Task:
         if tolerance is not None:
             state = optimiser.init(start) if state is None else state
             return self.solve_to_tolerance(optimiser, steps, tolerance, free, state, None if record is None else note)
-        history = [note(0, free)]
-        done, moved, zeros, traces = 0, set[str](), lazy.init(), [] if self.anchor is None else lazy.momenta
+        history, done, moved, zeros = [note(0, free)], 0, set[str](), lazy.init()
+        traces = lazy.momenta(steps) if self.shortcuts.kernel and self.anchor is not None and state is None else []
         for done, (active, targets) in enumerate(plan[:-1][:steps], start=1):
             gradients = self.gradient(free, done - 1, active, targets, moved)
             moved |= set(targets)

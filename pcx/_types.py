@@ -164,8 +164,9 @@ class Shortcuts(NamedTuple):
     """Which exact shortcuts `infer` may take. Each is used only where its conditions hold (`docs/design`).
 
     ``anchor`` is about precision, not work: below float64, products and values are kept as differences from the start.
-    ``kernel``, on a GPU, makes one kernel of a step of stacked layers, and one of the error of a pooled node; it has to be
-    asked for, and has no derivative. ``half`` computes large anchored products, where ``jax.default_matmul_precision`` is
+    ``kernel``, on a GPU, makes one kernel of a step of stacked layers, and one of the error of a pooled node, and does not keep
+    momentum that the last two values of a node say as well (`pcx.shortcuts.momentum`); it has to be asked for, and has no
+    derivative. ``half`` computes large anchored products, where ``jax.default_matmul_precision`` is
     "tensorfloat32", with as many bits in half the bytes (`pcx.shortcuts.half`); these have a first derivative only.
     """
 

@@ -309,13 +309,15 @@ def quadratic(rate):
 @pytest.mark.parametrize("steps", [3, 12])
 @pytest.mark.parametrize("setting", ["float32", "tensorfloat32", "bfloat16"])
 @pytest.mark.parametrize("optimiser", [optax.sgd(0.1, momentum=0.5), optax.adam(0.1)], ids=["momentum", "adam"])
-def test_a_large_state_is_kept_from_step_to_step(monkeypatch, optimiser, setting, steps):
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_large_state_is_kept_from_step_to_step(monkeypatch, kernel, optimiser, setting, steps):
     """Barriers after an update: of the state, unless values say it, and of these, unless products read rounded copies."""
     model, (x, y) = Chain([3, 4, 4, 2]), batch(3, 2, size=5)
 
     def settle(x):
-        return pcx.infer(model, x, {"vodes.2": y}, optimiser=optimiser, steps=steps).values
+        return pcx.infer(model, x, {"vodes.2": y}, optimiser=optimiser, steps=steps, shortcuts=shortcuts).values
 
+    shortcuts = pcx.Shortcuts(kernel=kernel)
     with jax.default_matmul_precision(setting):
         plain = settle(x)
         assert "optimization_barrier" not in str(jax.make_jaxpr(lambda x: settle(x))(x))
@@ -323,9 +325,9 @@ def test_a_large_state_is_kept_from_step_to_step(monkeypatch, optimiser, setting
         barriers = re.findall(r"optimization_barrier ((?:\w+\s+)+)", str(jax.make_jaxpr(lambda x: settle(x))(x)) + " ")
         assert largest_difference(settle(x), plain) == 0.0
     operands = max((sum(name != "in" for name in barrier.split()) for barrier in barriers), default=0)
-    anchored_and_written_out, values = setting != "float32" and steps == 3, 2 * (setting != "bfloat16")
+    made, values = kernel and setting != "float32" and steps == 3, 2 * (setting != "bfloat16")  # anchored and written out
     adam = len(jax.tree.leaves(optimiser.init(x))) > 1
-    kept = 2 * 2 + 1 if adam else 0 if anchored_and_written_out else 2  # of the two hidden nodes, when both are reached
+    kept = 2 * 2 + 1 if adam else 0 if made else 2  # of the two hidden nodes, when both are reached
     assert operands == values + kept
 
 

@@ -412,9 +412,7 @@ def test_a_state_of_the_same_dtype_changes_nothing(optimiser, stack):
 
 
 def test_a_state_in_bfloat16_by_hand():
-    """One free node, four steps with momentum: gradient, trace, update and displacement are rounded, nothing else.
-
-    The trace is that of the displacements before and after a step."""
+    """One free node, four steps with momentum: gradient, trace, update and displacement are rounded, nothing else."""
     model, (x, y) = Chain([3, 4, 2], activation=jnp.tanh), batch(3, 2, size=3)
     rate, momentum = 0.25, 0.5
     options = {"optimiser": optax.sgd(jnp.asarray(rate), momentum=jnp.asarray(momentum)), "steps": 4}
@@ -429,8 +427,8 @@ def test_a_state_in_bfloat16_by_hand():
     d, trace = np.zeros_like(start), np.zeros_like(start)
     for _ in range(4):
         gradient = rounded(d - (np.asarray(y) - (start + d) @ w.T - b) @ w)
-        moved = rounded(d + rounded(-rate * (gradient + momentum * trace)))
-        trace, d = rounded((moved - d) / -rate), moved
+        step = gradient + momentum * trace
+        trace, d = rounded(step), rounded(d + rounded(-rate * step))
     by = found.displaced.by["vodes.0"]
     assert by.dtype == jnp.float64
     np.testing.assert_array_equal(by, d)

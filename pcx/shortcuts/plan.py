@@ -26,7 +26,7 @@ from pcx._free_energy import run
 from pcx._jaxpr import ClosedJaxpr, cut, evaluate, free_variables, inside, reach
 from pcx._types import Key, ModelError, Nodes
 from pcx.shortcuts.differences import UNKNOWN, Predictions
-from pcx.shortcuts.momentum import Momentum, from_steps, momenta
+from pcx.shortcuts.momentum import FEW, Momentum, from_steps, momenta
 from pcx.shortcuts.products import Anchor, Product, interpret, near_zero, remembered
 from pcx.shortcuts.zeros import ZERO, NotZero, materialise, propagate_zeros, refuse_nan
 
@@ -285,10 +285,10 @@ class ZeroAware:
         self.program = written_out(program, lambda eqn: eqn.primitive.name in ("jit", "pjit"))  # rules of derivatives stay
         refuse_nan(optimiser, values, "state")
 
-    @functools.cached_property
-    def momenta(self) -> list[Momentum]:
-        """What of its state two values of a node say as well."""
-        return momenta(self.program, list(self.values))
+    def momenta(self, steps: int) -> list[Momentum]:
+        """What of its state two values of a node say as well, for so many steps: exactly enough (`FEW`)."""
+        enough = steps <= FEW or all(value.dtype.itemsize > 2 for value in self.values.values())
+        return momenta(self.program, list(self.values)) if enough else []
 
     def check(self, state: Any) -> None:
         """Refuse a given state that belongs to other values."""
