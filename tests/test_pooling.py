@@ -22,6 +22,7 @@ KERNEL = pcx.Shortcuts(kernel=True)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(pooling, "INTERPRET", True)
+    monkeypatch.setattr("pcx.shortcuts.plan.momenta", lambda *given: [])  # the kernel alone, bit by bit: `test_momentum.py`
     pooling.works.cache_clear()
     yield
     pooling.works.cache_clear()
