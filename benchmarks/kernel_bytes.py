@@ -59,7 +59,7 @@ def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: 
     import jax.numpy as jnp
 
     from pcx.bench import speed
-    from pcx.bench.engine import CONVOLUTIONAL, DENSE, PRECISION, Engine, Population
+    from pcx.bench.engine import PRECISION, Engine, Population
     from pcx.bench.tasks import configure
 
     row, precision = text.split(":")
@@ -88,8 +88,7 @@ def compiled(text: str, algorithm: str, seeds: int, target: Path | None, plain: 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), given)
     with jax.default_matmul_precision(PRECISION[precision]), kind:
         lowered = engine._epoch.trace(*shapes).lower(lowering_platforms=("cuda",) if target is not None else None)
-        options = (CONVOLUTIONAL if engine.convolutional else DENSE) if jax.default_backend() == "gpu" else None
-        engine._compiled["epoch"] = lowered.compile(compiler_options=options)
+        engine._compiled["epoch"] = engine._compile(lowered)
     return engine._compiled["epoch"].as_text(), speed._memory(engine)["program"] or 0
 
 
